@@ -1,0 +1,74 @@
+"""The model registry: which class runs which family, and how a folder becomes a model."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..checkpoint import Checkpoint, detect_quantization, load_parameters, read_json, resolve_checkpoint
+from ..config import DTYPES, ModelConfig, read_config
+from ..errors import ConfigError
+from ..tokenizer import has_tokenizer, load_tokenizer
+from .decoder import Decoder
+from .gemma import Gemma, check_dtype
+from .qwen_vl import QwenVL
+
+MODELS = {"llama": Decoder, "mistral": Decoder, "qwen2": Decoder, "qwen3": Decoder, "gemma3_text": Gemma, "gemma3": Gemma,
+          "qwen3_vl": QwenVL}
+IGNORED = ("*rotary_emb.inv_freq",)  # a constant that old checkpoints carry along
+
+
+def load_model(path: str | Path, dtype: torch.dtype | str | None = None, device: str | torch.device = "cpu") -> nn.Module:
+    """Load a Hugging Face checkpoint: a folder, or `org/model` through the hub's cache.
+
+    dtype: a torch.dtype or its name; None = what config.json says, else what most weights are. Returns the model in eval mode
+    without gradients; parameters in the checkpoint's dtype may be views of the mapped file.
+    Raises ConfigError or CheckpointError with file, field or tensor.
+    """
+    folder = resolve_checkpoint(path)
+    config = complete_config(read_config(folder), folder)
+    with Checkpoint.open(folder) as checkpoint:
+        detect_quantization(read_json(folder / "config.json"), checkpoint)
+        dtype = pick_dtype(dtype, config, checkpoint)
+        if config.family.startswith("gemma"):
+            check_dtype(dtype)
+        model = build_model(config)
+        sources = model.sources(checkpoint.names)
+        load_parameters(model, checkpoint, sources, dtype=dtype, device=device, ignore=IGNORED)
+    model.tie(sources)
+    return model.eval().requires_grad_(False)
+
+
+def build_model(config: ModelConfig) -> nn.Module:
+    """The module of a family without storage, on the meta device."""
+    with torch.device("meta"):
+        return MODELS[config.family](config)
+
+
+def complete_config(config: ModelConfig, folder: Path) -> ModelConfig:
+    """Add what only the tokenizer knows: how many ids it has, and the token that ends a turn."""
+    if not has_tokenizer(folder):
+        return config
+    tokenizer = load_tokenizer(folder)
+    eos = dict.fromkeys(config.eos_token_ids + tuple(i for i in tokenizer.eos_token_ids if i < config.vocab_size))
+    return replace(config, eos_token_ids=tuple(eos), num_token_ids=min(config.vocab_size, tokenizer.num_token_ids))
+
+
+def pick_dtype(dtype: torch.dtype | str | None, config: ModelConfig, checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype to compute in: asked for, else the config's, else that of most weights."""
+    if isinstance(dtype, str):
+        if dtype.removeprefix("torch.") not in DTYPES:
+            raise ConfigError(f"dtype {dtype!r} is not supported; supported are {', '.join(DTYPES)}")
+        dtype = DTYPES[dtype.removeprefix("torch.")]
+    if dtype is None:
+        dtype = config.dtype
+    if dtype is None:
+        elements: dict[torch.dtype, int] = {}
+        for name in checkpoint.names:
+            if checkpoint.dtype(name) in DTYPES.values():
+                elements[checkpoint.dtype(name)] = elements.get(checkpoint.dtype(name), 0) + torch.Size(checkpoint.shape(name)).numel()
+        dtype = max(elements, key=elements.get, default=torch.float32)
+    if dtype not in DTYPES.values():
+        raise ConfigError(f"dtype {dtype} is not supported; supported are {', '.join(DTYPES)}")
+    return dtype

@@ -1,0 +1,382 @@
+"""The two-phase runner: Prefill-Only Pruning (arXiv 2602.03295) in one file.
+
+The only loop over layers is `run_layers`. For each layer it takes one of two ways: the whole layer, or its K/V alone. The
+prompt's tokens 1 .. N-1 go through the pruned pass, the boundary token N and everything after it through the full model:
+
+    two passes (the paper's):   tokens 1..N-1, some layers K/V only     then token N, all layers
+    fused (for a suffix):       tokens 1..N, lower layers               then tokens 1..N-1 K/V only and token N, upper layers
+
+Both give the same cache and logits; the fused form reads the lower layers' weights once instead of twice.
+
+Shapes: B batch, N new tokens, D hidden, L layers, S max_seq_len.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .cache import KVCache, Span
+from .errors import MinipopError, PlanError, PromptError
+from .inputs import Batch, ModelInputs, check_token_ids
+from .layers import KV, Rope, Tap, no_tap
+from .plan import PrefillPlan
+from .sampling import Sampler, SamplingParams
+
+
+def run_layers(model: nn.Module, x: Tensor, rope: list[Rope], kv: KV, deepstack: tuple[Tensor, ...] = (),
+               plan: PrefillPlan | None = None, layers: range | None = None, tap: Tap = no_tap) -> Tensor:
+    """Carry the stream x [B, N, D] through the layers; those in `plan.skip` write their K/V (or hide) and let it pass by.
+
+    `layers` limits the walk to a range of them. Without a plan every layer runs.
+    """
+    for i in range(model.config.num_layers) if layers is None else layers:
+        layer = model.layers[i]
+        if plan is None or i not in plan.skip:
+            x = layer(x, rope[i], kv, tap)
+        elif plan.project_kv:
+            layer.project_kv(x, rope[i], kv, tap)
+        else:
+            kv.hide(i)
+        x = tap(i, "resid", model.after_layer(i, x, deepstack))
+    return x
+
+
+class Runner:
+    """Runs one model under one plan, with one cache. Not thread-safe.
+
+    model: from `load_model`. plan: None = skip nothing. max_seq_len: cache columns, prompt and answer together.
+    batch_size: rows of the cache. fused: use the fused-boundary form where the plan allows it. tap: see `layers.Tap`.
+    Raises PlanError when the plan is for another depth, PromptError when max_seq_len exceeds what the model was made for,
+    MinipopError when the cache cannot be allocated.
+    """
+
+    def __init__(self, model: nn.Module, plan: PrefillPlan | None = None, max_seq_len: int = 4096, batch_size: int = 1, *,
+                 fused: bool = True, tap: Tap = no_tap):
+        config = model.config
+        self.model, self.plan = model, PrefillPlan.full(config.num_layers) if plan is None else plan
+        self.fused, self.tap = fused, tap
+        if self.plan.num_layers != config.num_layers:
+            raise PlanError(f"the plan is for {self.plan.num_layers} layers, the model has {config.num_layers}")
+        if self.plan.kv is not None:
+            raise PlanError("calibrated K/V files are not supported by this version")
+        for name, value in (("max_seq_len", max_seq_len), ("batch_size", batch_size)):
+            if type(value) is not int or value < 1:
+                raise PromptError(f"{name} must be a positive whole number, not {value!r}")
+        if max_seq_len > config.max_position_embeddings:
+            raise PromptError(f"max_seq_len {max_seq_len} exceeds the {config.max_position_embeddings} positions the model was "
+                              "made for: lower it")
+        weight = model.embedding.weight
+        try:
+            self.cache = KVCache(config.num_layers, batch_size, config.num_kv_heads, max_seq_len, config.head_dim,
+                                 weight.dtype, weight.device)
+        except RuntimeError:  # torch's out-of-memory error
+            size = 2 * config.num_layers * batch_size * config.kv_width * max_seq_len * weight.element_size()
+            raise MinipopError(f"no memory for a cache of {size / 2**30:.1f} GiB: lower max_seq_len or batch_size") from None
+        self._tokens = torch.zeros(batch_size, max_seq_len, dtype=torch.long)  # the ids behind the cache's rows
+        # The next free position after each column, -1 inside an image; it differs from the column number only for M-RoPE.
+        self._following = torch.zeros(batch_size, max_seq_len + 1, dtype=torch.long) if config.image_token_id is not None else None
+
+    # --- phase one: prefill ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def prefill(self, inputs) -> Tensor:
+        """Encode a prompt under the plan. Returns the boundary token's logits, float32 [B, vocab].
+
+        inputs: LongTensor [B, N] | list[int] | list of those (ragged) | ModelInputs | list[ModelInputs]. On a cache that
+        holds rows already, the prompt continues them. An empty first prompt stands for the family's BOS.
+        Raises PromptError (empty, too long, ids out of range, images that do not match) before anything is written.
+        """
+        batch = Batch.of(self._sequences(inputs), self.model)
+        if self.cache.length == 0:
+            if len(batch.counts) > len(self.cache.lengths):
+                raise PromptError(f"{len(batch.counts)} prompts for a runner with batch_size {len(self.cache.lengths)}")
+        elif len(batch.counts) != self.cache.active:
+            raise PromptError(f"{len(batch.counts)} prompts to continue a cache of {self.cache.active} rows")
+        active = len(batch.counts)
+        starts = self.cache.lengths[:active].clone()
+        self._check_room(starts, batch.counts)
+        positions, following = self.model.positions(batch, starts + self._deltas(active))
+        embedded = self.model.embed(batch)
+        self.cache.active = active
+
+        blocks = self.model.image_blocks(batch.token_ids)
+        everything = _Part(self, Span(starts, batch.counts, batch.token_ids.shape[1], blocks),
+                           embedded.x, positions, embedded.deepstack)
+        everything.x = self.tap(-1, "resid", everything.x)
+        boundary_counts = boundary_lengths(batch, blocks)
+        if not self.plan.split_boundary:
+            last = everything.run(self.plan)
+            boundary_counts = batch.counts
+        elif self.plan.is_suffix and self.fused:
+            last = self._fused(everything, boundary_counts)
+        else:
+            last = self._two_passes(everything, boundary_counts)
+        last = gather(last, boundary_counts - 1, torch.ones_like(boundary_counts))  # [B, 1, D]
+        logits = self.model.logits(last)[:, 0]
+
+        self._remember(batch, starts, positions, following)
+        self.cache.commit(batch.counts)
+        return logits
+
+    def _two_passes(self, prompt: "_Part", boundary_counts: Tensor) -> Tensor:
+        """The paper's form: tokens 1 .. N-1 through the pruned model, then the boundary through the full one."""
+        before = prompt.slice(torch.zeros_like(boundary_counts), prompt.span.counts - boundary_counts)
+        boundary = prompt.slice(prompt.span.counts - boundary_counts, boundary_counts)
+        if before.span.width:
+            before.run(self.plan)
+        return boundary.run()
+
+    def _fused(self, prompt: "_Part", boundary_counts: Tensor) -> Tensor:
+        """For a suffix of skipped layers: the lower ones are full for every token, so all go through them together."""
+        cut, depth = self.plan.cut, self.plan.num_layers
+        prompt.x = prompt.run(layers=range(cut))
+        before = prompt.slice(torch.zeros_like(boundary_counts), prompt.span.counts - boundary_counts)
+        boundary = prompt.slice(prompt.span.counts - boundary_counts, boundary_counts)
+        for i in range(cut, depth):
+            if before.span.width:
+                before.x = before.run(self.plan, range(i, i + 1))
+            boundary.x = boundary.run(layers=range(i, i + 1))
+        return boundary.x
+
+    # --- phase two: decode -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def decode(self, token_ids) -> Tensor:
+        """One full-model step: token_ids LongTensor [B] -> float32 [B, vocab]."""
+        ids = torch.as_tensor(token_ids).reshape(-1, 1)
+        return self.extend(ids)[:, 0]
+
+    @torch.no_grad()
+    def extend(self, token_ids) -> Tensor:
+        """n tokens through the full model at once: LongTensor [B, n] -> float32 [B, n, vocab]; equals n decode steps."""
+        try:
+            ids = torch.as_tensor(token_ids)
+        except (TypeError, ValueError, RuntimeError):
+            raise PromptError("extend takes a rectangle of token ids, LongTensor [B, n]") from None
+        if ids.dim() != 2 or ids.shape[0] != self.cache.active or ids.is_floating_point() or ids.dtype == torch.bool:
+            raise PromptError(f"this cache takes token ids [{self.cache.active}, n], not {list(ids.shape)} {ids.dtype}")
+        if ids.shape[1] == 0:
+            raise PromptError("no token ids to run")
+        ids = ids.long().cpu()
+        check_token_ids(ids, self.model.config)
+        starts = self.cache.lengths[: self.cache.active].clone()
+        counts = torch.full_like(starts, ids.shape[1])
+        self._check_room(starts, counts)
+        batch = Batch(ids, counts)
+        positions, following = self.model.positions(batch, starts + self._deltas(len(starts)))
+        part = _Part(self, Span(starts, counts, ids.shape[1]), self.model.embed_tokens(ids), positions)
+        part.x = self.tap(-1, "resid", part.x)
+        logits = self.model.logits(part.run())
+        self._remember(batch, starts, positions, following)
+        self.cache.commit(counts)
+        return logits
+
+    # --- both phases: generate ---------------------------------------------------------------------------------------
+
+    def generate(self, inputs, params: SamplingParams = SamplingParams()) -> Iterator[int]:
+        """Prefill one prompt, then yield sampled ids until an end-of-text id (yielded too), a limit, or a full cache.
+
+        The last yielded id is not in the cache: no forward is spent on it. Whoever continues passes it first.
+        """
+        if self.cache.length and self.cache.active != 1:
+            raise PromptError("generate continues one sequence; this cache holds a batch: call reset() first")
+        sequences = self._sequences(inputs)
+        if len(sequences) != 1:
+            raise PromptError(f"generate takes one prompt, not {len(sequences)}: see generate_batch")
+        return self._generate(sequences, params)
+
+    def _generate(self, sequences: list[ModelInputs], params: SamplingParams) -> Iterator[int]:
+        if params.max_new_tokens == 0:
+            return
+        logits = self.prefill(sequences)
+        sampler = self._sampler(params)
+        stop = self._stop_ids(params)
+        for step in range(params.max_new_tokens):
+            token_id = int(sampler.sample(logits))
+            yield token_id
+            if token_id in stop or step + 1 == params.max_new_tokens or self.cache.length == self.cache.max_seq_len:
+                return
+            logits = self.decode([token_id])
+
+    def generate_batch(self, inputs: Sequence, params: SamplingParams = SamplingParams()) -> list[list[int]]:
+        """Answers to independent prompts, `batch_size` at a time; each equals what `generate` would give alone.
+
+        A finished row leaves the batch at once. Needs an empty cache and leaves it empty.
+        """
+        if self.cache.length:
+            raise PromptError("generate_batch needs an empty cache: call reset() first")
+        sequences = self._sequences(inputs) if len(inputs) else []
+        for sequence in sequences:  # all checks come before the first forward
+            self._check_room(torch.zeros(1, dtype=torch.long), Batch.of([sequence], self.model).counts)
+        size = len(self.cache.lengths)
+        answers: list[list[int]] = []
+        try:
+            for first in range(0, len(sequences), size):
+                answers += self._generate_group(sequences[first : first + size], params)
+                self.reset()
+        finally:
+            self.reset()
+        return answers
+
+    def _generate_group(self, sequences: list[ModelInputs], params: SamplingParams) -> list[list[int]]:
+        answers: list[list[int]] = [[] for _ in sequences]
+        if params.max_new_tokens == 0:
+            return answers
+        logits = self.prefill(sequences)
+        sampler = self._sampler(params)
+        stop = self._stop_ids(params)
+        rows = list(range(len(sequences)))  # which prompt lies in which row of the cache
+        while rows:
+            ids = sampler.sample(logits).tolist()
+            for row, token_id in zip(rows, ids):
+                answers[row].append(token_id)
+            kept = [i for i, (row, token_id) in enumerate(zip(rows, ids))
+                    if token_id not in stop and len(answers[row]) < params.max_new_tokens
+                    and self.cache.lengths[i] < self.cache.max_seq_len]
+            if len(kept) < len(rows):
+                kept = self._compact(kept)
+                sampler.keep(kept)
+                rows = [rows[i] for i in kept]
+            if rows:
+                logits = self.decode([answers[row][-1] for row in rows])
+        return answers
+
+    def _compact(self, kept: list[int]) -> list[int]:
+        """Move running rows from the end into the places of finished ones. Returns which old row lies in each place."""
+        order = kept[:]
+        for place in range(len(kept)):
+            if place not in kept:  # free: fill it from the end
+                source = order.pop()
+                order.insert(place, source)
+                self.cache.move_row(source, place)
+                self._tokens[place] = self._tokens[source]
+                if self._following is not None:
+                    self._following[place] = self._following[source]
+        self.cache.active = len(kept)
+        self.cache.lengths[len(kept):] = 0
+        return order
+
+    # --- the session ---------------------------------------------------------------------------------------------------
+
+    def token_ids(self, row: int = 0) -> list[int]:
+        """The ids whose K/V the cache holds."""
+        return self._tokens[row, : int(self.cache.lengths[row])].tolist()
+
+    def rewind(self, n: int) -> None:
+        """Keep the first n cache rows (undo, retry, reuse of a common prefix). Raises PromptError if that cuts an image."""
+        if type(n) is not int or not 0 <= n <= self.cache.length:
+            raise PromptError(f"cannot rewind to {n!r}: the cache holds {self.cache.length} rows")
+        if n == 0:
+            return self.reset()
+        if self._following is not None and (self._following[: self.cache.active, n][self.cache.lengths[: self.cache.active] > n] < 0).any():
+            raise PromptError(f"cannot rewind to {n}: that is in the middle of an image")
+        self.cache.rewind(n)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.cache.reset()
+
+    # --- small print ---------------------------------------------------------------------------------------------------
+
+    def _sequences(self, inputs) -> list[ModelInputs]:
+        """Whatever `prefill` accepts, as a list of sequences none of which is empty."""
+        if isinstance(inputs, ModelInputs):
+            sequences = [inputs]
+        elif isinstance(inputs, Tensor):
+            if inputs.dim() not in (1, 2):
+                raise PromptError(f"token ids must be [N] or [B, N], not {list(inputs.shape)}")
+            sequences = [ModelInputs(row) for row in (inputs if inputs.dim() == 2 else inputs[None])]
+        elif isinstance(inputs, (list, tuple)):
+            many = any(isinstance(item, (ModelInputs, list, tuple)) or isinstance(item, Tensor) and item.dim() for item in inputs)
+            sequences = [s if isinstance(s, ModelInputs) else ModelInputs(s) for s in inputs] if many else [ModelInputs(list(inputs))]
+        else:
+            raise PromptError(f"cannot read a prompt from {type(inputs).__name__}: give token ids or ModelInputs")
+        if not sequences:
+            raise PromptError("no prompts given")
+        for i, sequence in enumerate(sequences):
+            if len(sequence):
+                continue
+            bos = self.model.config.bos_token_id
+            if bos is None or self.cache.length:
+                raise PromptError("the prompt is empty" + ("" if bos is not None else ", and this family has no BOS to start from"))
+            sequences[i] = ModelInputs([bos])
+        return sequences
+
+    def _check_room(self, starts: Tensor, counts: Tensor) -> None:
+        needed = int((starts + counts).max())
+        if needed > self.cache.max_seq_len:
+            held = f" after the {int(starts.max())} already there" if int(starts.max()) else ""
+            raise PromptError(f"{int(counts.max())} tokens{held} do not fit: the cache has room for {self.cache.max_seq_len}; shorten "
+                              "the prompt or raise max_seq_len")
+
+    def _deltas(self, active: int) -> Tensor:
+        """Next position minus cache length of each row [B]: 0 but after images with M-RoPE."""
+        lengths = self.cache.lengths[:active]
+        if self._following is None:
+            return torch.zeros_like(lengths)
+        return torch.where(lengths > 0, self._following[torch.arange(active), lengths] - lengths, 0)
+
+    def _remember(self, batch: Batch, starts: Tensor, positions: Tensor, following: Tensor) -> None:
+        """Note the ids behind the new rows, and the position that follows each of them."""
+        if positions.dim() == 3:  # M-RoPE: time stands for the text's position
+            positions = positions[..., 0]
+        for b, (start, count) in enumerate(zip(starts.tolist(), batch.counts.tolist())):
+            self._tokens[b, start : start + count] = batch.token_ids[b, :count]
+            if self._following is not None:
+                self._following[b, start + 1 : start + count + 1] = positions[b, :count] + 1
+                for first, length in batch.images[b] if batch.images else ():
+                    self._following[b, start + first + 1 : start + first + length] = -1
+                    if first + length < count:
+                        self._following[b, start + first + length] = positions[b, first + length]
+                self._following[b, start + count] = following[b]
+
+    def _sampler(self, params: SamplingParams) -> Sampler:
+        config = self.model.config
+        histories = [self.token_ids(row) for row in range(self.cache.active)]
+        return Sampler(params, histories, vocab_size=config.vocab_size, num_token_ids=config.num_token_ids,
+                       device=self.cache.keys.device)
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset(self.model.config.eos_token_ids) | frozenset(params.stop_token_ids)
+
+
+class _Part:
+    """Some tokens of a prompt on their way through the layers: their span, stream, positions, DeepStack rows."""
+
+    def __init__(self, runner: Runner, span: Span, x: Tensor, positions: Tensor, deepstack: tuple[Tensor, ...] = ()):
+        self.runner, self.span, self.x, self.positions, self.deepstack = runner, span, x, positions, deepstack
+        self.kv = runner.cache.begin(span) if span.width else None
+        self.rope = runner.model.rope(positions) if span.width else []
+
+    def run(self, plan: PrefillPlan | None = None, layers: range | None = None) -> Tensor:
+        return run_layers(self.runner.model, self.x, self.rope, self.kv, self.deepstack, plan, layers, self.runner.tap)
+
+    def slice(self, first: Tensor, counts: Tensor) -> "_Part":
+        """Tokens first[b] .. first[b] + counts[b] - 1 of each row, as a part of their own."""
+        blocks = self.span.blocks
+        span = Span(self.span.starts + first, counts, int(counts.max()), None if blocks is None else gather(blocks, first, counts))
+        if span.blocks is not None and not (span.blocks >= 0).any():
+            span.blocks = None
+        return _Part(self.runner, span, gather(self.x, first, counts), gather(self.positions, first, counts),
+                     tuple(gather(rows, first, counts) for rows in self.deepstack))
+
+
+def gather(x: Tensor, first: Tensor, counts: Tensor) -> Tensor:
+    """x [B, N, ...] -> tokens first[b] .. first[b] + counts[b] - 1 of each row, padded on the right to one width."""
+    width = int(counts.max())
+    if bool((first == first[0]).all()):
+        return x.narrow(1, int(first[0]), width)
+    index = (first[:, None] + torch.arange(width)).clamp(max=x.shape[1] - 1).to(x.device)  # [B, width]
+    return x[torch.arange(len(first), device=x.device)[:, None], index]
+
+
+def boundary_lengths(batch: Batch, blocks: Tensor | None) -> Tensor:
+    """Tokens of each row's boundary, [B]: the last one, or all of its image block where it lies in one."""
+    lengths = torch.ones_like(batch.counts)
+    if blocks is not None:
+        for b, count in enumerate(batch.counts.tolist()):
+            block = int(blocks[b, count - 1])
+            if block >= 0:
+                lengths[b] = int((blocks[b, :count] == block).sum())
+    return lengths
