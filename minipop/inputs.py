@@ -24,7 +24,7 @@ class ModelInputs:
     def __post_init__(self):
         ids = self.token_ids
         try:
-            ids = ids if isinstance(ids, Tensor) else torch.tensor(ids, dtype=torch.long)
+            ids = ids if isinstance(ids, Tensor) else torch.tensor(ids)
         except (TypeError, ValueError, RuntimeError, OverflowError):
             raise PromptError("token_ids must be whole numbers: a list of ints or an integer tensor") from None
         if ids.numel() == 0:

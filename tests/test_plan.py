@@ -1,0 +1,76 @@
+import json
+
+import pytest
+
+from minipop import PlanError, PrefillPlan
+from minipop.plan import format_layers, parse_layers, parse_ratio
+
+
+@pytest.mark.parametrize("layers, ratio, skipped", [
+    (30, 1 / 3, 10), (32, 1 / 3, 10), (36, 1 / 3, 12), (48, 1 / 3, 16), (9, 1 / 3, 3), (18, "1/3", 6), (30, "0.5", 15),
+    (30, 0, 0), (30, 1, 30), (1, 1 / 3, 0), (30, 0.3333333333333, 10), (10, 0.3, 3), (48, "2 / 3".replace(" ", ""), 32)])
+def test_deepest(layers, ratio, skipped):
+    plan = PrefillPlan.deepest(layers, ratio)
+    assert sorted(plan.skip) == list(range(layers - skipped, layers))
+    assert plan.is_suffix and plan.cut == layers - skipped
+
+
+def test_default_ratio_is_a_third():
+    assert PrefillPlan.deepest(36).skip == frozenset(range(24, 36))
+
+
+def test_suffix():
+    assert PrefillPlan(4, {2, 3}).is_suffix and PrefillPlan.full(4).is_suffix
+    assert not PrefillPlan(4, {0}).is_suffix and not PrefillPlan(4, {1, 3}).is_suffix
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (dict(num_layers=4, skip={4}), "names layer 4; the model has layers 0 to 3"), (dict(num_layers=4, skip={-1}), "layer -1"),
+    (dict(num_layers=4, skip={True}), "layer True"), (dict(num_layers=4, skip={"1"}), "layer '1'"),
+    (dict(num_layers=4, skip=3), "must be a set"), (dict(num_layers=0), "positive"), (dict(num_layers="4"), "positive"),
+    (dict(num_layers=4, project_kv=1), "project_kv"), (dict(num_layers=4, split_boundary=None), "split_boundary")])
+def test_refuses(arguments, message):
+    with pytest.raises(PlanError, match=message):
+        PrefillPlan(**arguments)
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.1, float("nan"), float("inf"), "a third", "1/0", "", None, [], "1e999"])
+def test_refuses_ratio(ratio):
+    with pytest.raises(PlanError, match="ratio"):
+        parse_ratio(ratio)
+
+
+@pytest.mark.parametrize("text, layers", [("", set()), ("3", {3}), ("20-22", {20, 21, 22}), (" 1, 3 ,5-6", {1, 3, 5, 6}), ("7-7", {7})])
+def test_parse_layers(text, layers):
+    assert parse_layers(text) == layers
+    assert parse_layers(format_layers(layers)) == layers
+
+
+@pytest.mark.parametrize("text", ["a", "3-", "-3", "5-2", "1.5", "1--2", "0-999999999", "²"])
+def test_parse_layers_refuses(text):
+    with pytest.raises(PlanError, match="cannot read layers"):
+        parse_layers(text)
+
+
+def test_save_and_load(tmp_path):
+    plan = PrefillPlan(9, {1, 4}, project_kv=False, split_boundary=False, kv="a.safetensors")
+    plan.save(tmp_path / "plan.json")
+    assert PrefillPlan.load(tmp_path / "plan.json") == plan
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+    with pytest.raises(PlanError, match="cannot write"):
+        plan.save(tmp_path / "nowhere" / "plan.json")
+
+
+@pytest.mark.parametrize("values", [{}, {"num_layers": 4}, {"num_layers": 4, "skip": [9]}, {"num_layers": 4, "skip": "1"},
+                                    {"num_layers": 4, "skip": [1], "kv": 3}, {"num_layers": 4, "skip": [1], "more": 1}, [], 3])
+def test_load_refuses(tmp_path, values):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(values))
+    with pytest.raises(PlanError, match="plan.json"):
+        PrefillPlan.load(path)
+
+
+def test_describe():
+    assert PrefillPlan.deepest(30).describe() == "10 of 30 layers skipped in prefill (20-29)"
+    assert PrefillPlan.full(30).describe() == "full: all 30 layers run in prefill"
+    assert "no K/V" in PrefillPlan(4, {1}, project_kv=False).describe()
