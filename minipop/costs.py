@@ -1,0 +1,66 @@
+"""What a forward costs on paper: floating-point operations and bytes. `bench` and `inspect` hold measurements against it.
+
+A multiply-add counts as two operations. Norms, softmax and rotary embeddings are left out: they are a per cent or two.
+"""
+
+from .config import ModelConfig
+from .plan import PrefillPlan
+
+
+def attended_rows(n: int, window: int | None, start: int = 0) -> int:
+    """Sum over n causal tokens at columns start .. start + n - 1 of the rows each one sees."""
+    if window is None:
+        return n * start + n * (n + 1) // 2
+    return sum(min(start + i + 1, window) for i in range(n))
+
+
+def layer_flops(config: ModelConfig, layer: int, n: int, start: int = 0) -> int:
+    """A whole layer on n tokens."""
+    d, q, kv = config.hidden_size, config.queries_width, config.kv_width
+    matrices = d * (q + 2 * kv) + q * d + 3 * d * config.intermediate_size
+    return 2 * n * matrices + 4 * q * attended_rows(n, config.layer_windows[layer], start)  # scores and weighted sum
+
+
+def kv_flops(config: ModelConfig, n: int) -> int:
+    """K and V alone, as a skipped layer computes them on n tokens."""
+    return 2 * n * config.hidden_size * 2 * config.kv_width
+
+
+def prefill_flops(config: ModelConfig, n: int, plan: PrefillPlan) -> int:
+    """A prompt of n tokens under a plan, the logits of its last token included."""
+    pruned = n - 1 if plan.split_boundary else n
+    total = 2 * config.hidden_size * config.vocab_size
+    for layer in range(config.num_layers):
+        if layer not in plan.skip:
+            total += layer_flops(config, layer, n)
+            continue
+        total += kv_flops(config, pruned) if plan.project_kv else 0
+        if plan.split_boundary:
+            total += layer_flops(config, layer, 1, start=pruned if plan.project_kv else 0)
+    return total
+
+
+def ideal_speedup(config: ModelConfig, n: int, plan: PrefillPlan) -> float:
+    """Operations of the full prefill over those of the plan: the speed-up if time were proportional to operations."""
+    return prefill_flops(config, n, PrefillPlan.full(config.num_layers)) / prefill_flops(config, n, plan)
+
+
+def cache_bytes_per_token(config: ModelConfig, itemsize: int) -> int:
+    """Keys and values of one token in all layers."""
+    return 2 * config.num_layers * config.kv_width * itemsize
+
+
+def decoder_parameters(config: ModelConfig) -> dict[str, int]:
+    """Parameters of the text decoder by part; `head` is 0 when it is the embedding. Norms and biases are left out."""
+    d = config.hidden_size
+    return {"embedding": config.vocab_size * d,
+            "attention": config.num_layers * d * (2 * config.queries_width + 2 * config.kv_width),
+            "mlp": config.num_layers * 3 * d * config.intermediate_size,
+            "head": 0 if config.tie_word_embeddings else config.vocab_size * d}
+
+
+def decode_bytes(config: ModelConfig, rows: int, batch: int, itemsize: int) -> int:
+    """Memory that one decode step must read: every matrix once, the head, and `rows` cache rows of each sequence."""
+    parts = decoder_parameters(config)
+    return itemsize * (parts["attention"] + parts["mlp"] + config.vocab_size * config.hidden_size) + \
+        batch * rows * cache_bytes_per_token(config, itemsize)
