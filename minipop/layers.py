@@ -163,6 +163,10 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | str | None
     """Softmax attention. q [B, H, N, E], keys and values [B, K, T, E] -> [B, H, N, E]."""
     causal = isinstance(visible, str)
     grouped = q.shape[1] != keys.shape[1]
+    if grouped and q.shape[2] == 1:
+        # One token: the heads that share a kv head are the query rows of one product, [B, H, 1, E] -> [B, K, H/K, E].
+        rows = q.unflatten(1, (keys.shape[1], -1)).squeeze(3)
+        return F.scaled_dot_product_attention(rows, keys, values, attn_mask=visible, scale=scale).flatten(1, 2)[:, :, None]
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=None if causal else visible, is_causal=causal,
                                           scale=scale, enable_gqa=grouped)
 
