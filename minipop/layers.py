@@ -38,7 +38,8 @@ class Tap(Protocol):
 
     Names, in the order of their making: `attn_in` (normed input), `k_proj` (before k-norm and RoPE) [B, K, N, E], `k`, `v`
     (the rows as cached) [B, K, N, E], `attn_out` and `mlp_out` (the two residual branches, after Gemma's post-norms)
-    [B, N, D], `resid` (the stream after the layer; layer -1 is the embedding) [B, N, D].
+    [B, N, D], `resid` (the stream after the layer; layer -1 is the embedding) [B, N, D]. Vision towers tap `vision_resid`
+    (the stream after a block), `vision_deepstack` and `vision_out` (the rows they hand over).
     """
 
     def __call__(self, layer: int, name: str, tensor: Tensor) -> Tensor: ...

@@ -73,11 +73,7 @@ class Gemma(Decoder):
             return ()
         if self.vision is None:
             raise PromptError("this model reads text only: the prompt holds an image")
-        vision = self.config.vision
-        expected = [vision.in_channels, vision.image_size, vision.image_size]
-        if pixel_values.dim() != 4 or list(pixel_values.shape[1:]) != expected:
-            raise PromptError(f"pixel_values must be [images, {', '.join(map(str, expected))}], not {list(pixel_values.shape)}")
-        return (vision.tokens_per_image,) * len(pixel_values)
+        return self.vision.count_rows(pixel_values)
 
     def image_blocks(self, token_ids: Tensor) -> Tensor | None:
         """A run of image tokens is a block. Token types 0 0 1 1 0 1 -> -1 -1 0 0 -1 1."""

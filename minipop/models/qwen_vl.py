@@ -85,20 +85,7 @@ class QwenVL(Decoder):
             return ()
         if pixel_values is None or image_grid_thw is None:
             raise PromptError("an image needs both pixel_values and image_grid_thw")
-        vision = self.config.vision
-        side = vision.spatial_merge_size
-        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size ** 2
-        if image_grid_thw.dim() != 2 or image_grid_thw.shape[1] != 3 or bool((image_grid_thw < 1).any()):
-            raise PromptError(f"image_grid_thw must be [images, 3] of positive counts, not {list(image_grid_thw.shape)}")
-        if bool((image_grid_thw[:, 0] != 1).any()):
-            raise PromptError("image_grid_thw has more than one frame: video is not supported")
-        if bool((image_grid_thw[:, 1:] % side != 0).any()):
-            raise PromptError(f"image_grid_thw {image_grid_thw.tolist()} has sides that are not multiples of {side}")
-        patches = int(image_grid_thw.prod(1).sum())
-        if pixel_values.dim() != 2 or list(pixel_values.shape) != [patches, width]:
-            raise PromptError(f"pixel_values must be [{patches}, {width}] for image_grid_thw {image_grid_thw.tolist()}, "
-                              f"not {list(pixel_values.shape)}")
-        return tuple((image_grid_thw.prod(1) // side ** 2).tolist())
+        return self.vision.count_rows(pixel_values, image_grid_thw)
 
     def sources(self, names) -> Sources:
         names = set(names)

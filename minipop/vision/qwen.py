@@ -84,7 +84,7 @@ class QwenVisionTower(nn.Module):
         self.deepstack_mergers = nn.ModuleList(PatchMerger(config, norm_width=width * self.merge ** 2) for _ in self.taps)
 
     def forward(self, pixel_values: Tensor, image_grid_thw: Tensor, tap: Tap = no_tap) -> VisionRows:
-        """pixel_values [N, C * T * P * P] in merge-block order, image_grid_thw [images, 3] (frames = 1, height, width, in patches).
+        """pixel_values [N, C * T * P * P] in merge-block order, image_grid_thw [images, 3]: 1 (frame), height, width in patches.
 
         Raises PromptError when the two do not fit each other or this tower.
         """
@@ -95,20 +95,20 @@ class QwenVisionTower(nn.Module):
             none = weight.new_zeros(0, self.out_width)
             return VisionRows(none, counts, (none,) * len(self.taps))
 
-        # The kernel is as large as its stride, so the convolution is one matrix product over whole patches.
+        # The kernel is as large as its stride, so the convolution is one matrix product over the flattened patches.
         x = F.linear(pixel_values.to(weight), weight.flatten(1), self.patch_embed.bias)  # [N, C * T * P * P] -> [N, D]
         x = tap(-1, "vision_resid", x + self.positions(grids).to(x.dtype))
         rope = self.rope(grids)
         runs = [(len(list(images)), patches) for patches, images in groupby(h * w for h, w in grids)]
 
-        deepstack = {}
+        deepstack = []
         for i, block in enumerate(self.blocks):
             x = tap(i, "vision_resid", block(x, runs, rope))
             if i in self.taps:
                 merger = self.deepstack_mergers[self.taps.index(i)]
-                deepstack[i] = tap(i, "vision_deepstack", merger(x))  # [N, D] -> [R, out]
+                deepstack.append(tap(i, "vision_deepstack", merger(x)))  # [N, D] -> [R, out]
         rows = tap(len(self.blocks) - 1, "vision_out", self.merger(x))  # [N, D] -> [R, out]
-        return VisionRows(rows, counts, tuple(deepstack.values()))
+        return VisionRows(rows, counts, tuple(deepstack))
 
     def count_rows(self, pixel_values: Tensor, image_grid_thw: Tensor) -> tuple[int, ...]:
         """How many rows each image will have. Raises PromptError like `forward`, which begins with this check."""
