@@ -14,7 +14,7 @@ from ..checkpoint import resolve_checkpoint
 from ..config import read_config
 from ..errors import ConfigError, PromptError
 from ..inputs import ModelInputs
-from ..tokenizer import load_tokenizer
+from ..tokenizer import Tokenizer, load_tokenizer
 from .gemma import GemmaImageProcessor
 from .image import load_image
 from .qwen import QwenImageProcessor
@@ -35,6 +35,7 @@ class ImageProcessor(Protocol):
         """For each picture, the text its placeholder becomes."""
 
 
+IMAGE_KEYS = ("image", "path", "url")  # where an image part may hold its image; the last two are transformers' names for a path
 IMAGE_PROCESSORS = {"qwen3_vl": QwenImageProcessor, "gemma3": GemmaImageProcessor}
 
 
@@ -55,7 +56,7 @@ def load_processor(path: str | os.PathLike) -> "Processor":
 class Processor:
     """Turns a conversation, or a prompt, and its pictures into ModelInputs."""
 
-    def __init__(self, tokenizer, image_processor: ImageProcessor, image_token_id: int):
+    def __init__(self, tokenizer: Tokenizer, image_processor: ImageProcessor, image_token_id: int):
         """image_token_id: the id the model looks for; the tokenizer must give it to the image token, else ConfigError."""
         self.tokenizer, self.image_processor, self.image_token_id = tokenizer, image_processor, image_token_id
         ids = tokenizer.encode_rendered(image_processor.image_token)
@@ -74,12 +75,15 @@ class Processor:
         and `<|vision_end|>`; Gemma `<start_of_image>`) is the place of the next of `images` (a list, or a single image).
         A tokenizer that starts texts with a BOS starts it with exactly one.
 
-        Raises PromptError when placeholders and images do not match, ImageError for an image that cannot be used.
+        Raises PromptError when placeholders and images do not match, ImageError for an image that cannot be used, TokenizerError
+        for a malformed conversation.
         """
         if isinstance(prompt, str):
             rendered, pixel_values, grid = self.expand(prompt, images)
             token_ids = self._with_bos(self.tokenizer.encode_rendered(rendered))
         else:
+            if not isinstance(prompt, (list, tuple)):
+                raise PromptError(f"a prompt is a string or a list of messages, not {type(prompt).__name__}")
             if images is not None:
                 raise PromptError("images of a conversation belong into its messages, as parts {'type': 'image', 'image': ...}")
             messages, images = split_images(prompt)
@@ -106,8 +110,8 @@ class Processor:
         return self.tokenizer.replace_special(rendered, placeholder, expansions), pixel_values, grid
 
     def _with_bos(self, token_ids: list[int]) -> list[int]:
-        bos = self.tokenizer.encode("", add_bos=True)  # [the BOS], or nothing
-        return token_ids if token_ids[: len(bos)] == bos else bos + token_ids
+        bos = [self.tokenizer.bos_token_id] if self.tokenizer.adds_bos else []
+        return token_ids if token_ids[:1] == bos else bos + token_ids
 
     def _check_image_tokens(self, token_ids: list[int], pixel_values: Tensor | None, grid: Tensor | None) -> None:
         # A raw prompt may hold the image token itself: the model would then look for features that are not there.
@@ -122,27 +126,22 @@ class Processor:
 def split_images(messages: Sequence[dict]) -> tuple[list[dict], list[Any]]:
     """Messages with images -> (messages whose image parts are bare {"type": "image"}, the images in order).
 
-    The template sees where an image is, never its bytes. Raises PromptError for a part that is neither text nor image.
+    The chat template sees where an image is, never its bytes. Everything but images is left for the tokenizer to check.
+    Raises PromptError for an image part without an image.
     """
     bare, images = [], []
-    for number, message in enumerate(messages, 1):
-        if isinstance(message, dict) and isinstance(message.get("content"), (list, tuple)):
-            parts = []
-            for part in message["content"]:
-                kind = part.get("type") if isinstance(part, dict) else None
-                if kind == "text" and isinstance(part.get("text"), str):
-                    parts.append({"type": "text", "text": part["text"]})
-                elif kind == "image" and part.get("image") is not None:
-                    parts.append({"type": "image"})
-                    images.append(part["image"])
-                else:
-                    raise PromptError(f"message {number} has a part that is neither {{'type': 'text', 'text': ...}} nor "
-                                      f"{{'type': 'image', 'image': ...}}: {_describe(part)}")
+    for i, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, (list, tuple)):
+            parts = list(content)
+            for j, part in enumerate(parts):
+                if isinstance(part, dict) and part.get("type") == "image":
+                    image = next((part[key] for key in IMAGE_KEYS if part.get(key) is not None), None)
+                    if image is None:
+                        raise PromptError(f"message {i}: content: part {j}: the image is missing: "
+                                          '{"type": "image", "image": a path, bytes, a file or a Pillow image}')
+                    images.append(image)
+                    parts[j] = {"type": "image"}
             message = {**message, "content": parts}
         bare.append(message)
     return bare, images
-
-
-def _describe(part: Any) -> str:
-    text = repr(part)
-    return text if len(text) <= 100 else f"{text[:100]}..."
