@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .layers import CAUSAL
+from .layers import CAUSAL, Visible
 
 
 @dataclass
@@ -47,33 +47,34 @@ class Span:
         return torch.arange(self.width) < self.counts[:, None]
 
 
-def visibility(span: Span, window: int | None, hidden: Tensor | None, device) -> Tensor | str | None:
-    """Who sees whom: None (everything), CAUSAL (a fresh prompt), or a bool mask [B, 1, N, T].
+def visibility(span: Span, window: int | None, hidden: Tensor | None, device) -> Visible:
+    """Which cache rows the span's tokens attend to.
 
     A token sees every earlier column of its row and its own; inside an image block also the later ones. In a sliding layer
     only columns less than `window` behind it count. `hidden` [B, T] marks rows that nobody sees.
     """
     total = span.stop
-    if span.uniform and span.blocks is None and hidden is None and (window is None or total <= window):
+    first = 0 if window is None else max(0, int(span.starts.min()) - window + 1)
+    if span.uniform and span.blocks is None and hidden is None:
         if span.width == 1:
-            return None
-        if total == span.width:
-            return CAUSAL
+            return Visible(None, first)
+        if total == span.width and (window is None or total <= window):
+            return Visible(CAUSAL)
     query = span.columns(device)[:, :, None]  # [B, N, 1]
-    key = torch.arange(total, device=device)  # [T]
-    mask = key <= query  # [B, N, T]
+    key = torch.arange(first, total, device=device)  # [T - first]
+    mask = key <= query  # [B, N, T - first]
     if span.blocks is not None:
         block = span.blocks.to(device)
         real = span.real().to(device)
         key_block = torch.full((len(block), total), -1, device=device)
         rows, tokens = real.nonzero(as_tuple=True)
         key_block[rows, span.columns(device)[rows, tokens]] = block[rows, tokens]
-        mask |= (block[:, :, None] == key_block[:, None]) & (block >= 0)[:, :, None]
+        mask |= (block[:, :, None] == key_block[:, None, first:]) & (block >= 0)[:, :, None]
     if window is not None:
         mask &= query - key < window
     if hidden is not None:
-        mask &= ~hidden[:, None]
-    return mask[:, None]
+        mask &= ~hidden[:, None, first:]
+    return Visible(mask[:, None], first)
 
 
 class KVCache:
@@ -155,7 +156,7 @@ class CachePass:
             self.cache.hidden = torch.zeros(layers, batch, length, dtype=torch.bool, device=self.cache.keys.device)
         self._set_hidden(layer, True)
 
-    def visible(self, layer: int, window: int | None) -> Tensor | str | None:
+    def visible(self, layer: int, window: int | None) -> Visible:
         """See `visibility`; computed once a pass for each window."""
         hidden = self.cache.hidden
         key = window if hidden is None else (layer, window)
@@ -179,7 +180,7 @@ class FunctionalKV:
     def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return k, v
 
-    def visible(self, layer: int, window: int | None) -> Tensor | str | None:
+    def visible(self, layer: int, window: int | None) -> Visible:
         if window not in self._masks:
             self._masks[window] = visibility(self.span, window, None, self.device)
         return self._masks[window]

@@ -11,7 +11,7 @@ tokens which do run through it later find the prompt there.
 Shapes: B batch, N new tokens, T cache rows, D hidden, H heads, K kv heads, E head_dim.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,14 +23,21 @@ Rope = tuple[Tensor, Tensor]  # cos and sin, each [B, 1, N, E] in the model's dt
 CAUSAL = "causal"  # visibility of a fresh prompt: token n sees tokens 0..n, no mask needed
 
 
+class Visible(NamedTuple):
+    """Who sees whom: a bool mask [B, 1, N, T - first], CAUSAL, or None where every new token sees every row from `first` on."""
+
+    mask: "Tensor | str | None"
+    first: int = 0  # no new token sees a cache row before this one
+
+
 class KV(Protocol):
     """Where a pass writes its keys and values. The preallocated cache serves inference, a functional one gradients."""
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k, v [B, K, N, E] -> the keys and values that attention reads, [B, K, T, E]."""
 
-    def visible(self, layer: int, window: int | None) -> "Tensor | str | None":
-        """Who sees whom: a bool mask [B, 1, N, T], CAUSAL, or None where every new token sees every row."""
+    def visible(self, layer: int, window: int | None) -> Visible:
+        """Which of those rows the new tokens may attend to, in a layer with this sliding window (None = unlimited)."""
 
 
 class Tap(Protocol):
@@ -139,7 +146,8 @@ class Attention(nn.Module):
         q, k, v = self._split(self.qkv(x))
         keys, values = self._write(k, v, rope, kv, tap)  # [B, K, T, E]
         q = rotate(q if self.q_norm is None else self.q_norm(q), rope)  # [B, H, N, E]
-        out = attend(q, keys, values, kv.visible(self.index, self.window), self.scale)
+        mask, first = kv.visible(self.index, self.window)
+        out = attend(q, keys[:, :, first:], values[:, :, first:], mask, self.scale)
         return self.o(out.transpose(1, 2).flatten(2))  # [B, N, H * E] -> [B, N, D]
 
     def project_kv(self, x: Tensor, rope: Rope, kv: KV, tap: Tap) -> None:
@@ -161,7 +169,7 @@ class Attention(nn.Module):
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | str | None, scale: float) -> Tensor:
-    """Softmax attention. q [B, H, N, E], keys and values [B, K, T, E] -> [B, H, N, E]."""
+    """Softmax attention. q [B, H, N, E], keys and values [B, K, T, E], a mask as in `Visible` -> [B, H, N, E]."""
     causal = isinstance(visible, str)
     grouped = q.shape[1] != keys.shape[1]
     if grouped and q.shape[2] == 1:

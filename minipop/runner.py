@@ -11,7 +11,7 @@ Both give the same cache and logits; the fused form reads the lower layers' weig
 Shapes: B batch, N new tokens, D hidden, L layers, S max_seq_len.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -46,21 +46,23 @@ class Runner:
     """Runs one model under one plan, with one cache. Not thread-safe.
 
     model: from `load_model`. plan: None = skip nothing. max_seq_len: cache columns, prompt and answer together.
-    batch_size: rows of the cache. fused: use the fused-boundary form where the plan allows it. tap: see `layers.Tap`.
+    batch_size: rows of the cache. fused: use the fused-boundary form where the plan allows it. chunk_size: most prompt tokens
+    that go through the layers at once; a longer prompt is cut up, which bounds the working memory and changes nothing else.
+    tap: see `layers.Tap`.
     Raises PlanError when the plan is for another depth, PromptError when max_seq_len exceeds what the model was made for,
     MinipopError when the cache cannot be allocated.
     """
 
     def __init__(self, model: nn.Module, plan: PrefillPlan | None = None, max_seq_len: int = 4096, batch_size: int = 1, *,
-                 fused: bool = True, tap: Tap = no_tap):
+                 fused: bool = True, chunk_size: int = 2048, tap: Tap = no_tap):
         config = model.config
         self.model, self.plan = model, PrefillPlan.full(config.num_layers) if plan is None else plan
-        self.fused, self.tap = fused, tap
+        self.fused, self.chunk_size, self.tap = fused, chunk_size, tap
         if self.plan.num_layers != config.num_layers:
             raise PlanError(f"the plan is for {self.plan.num_layers} layers, the model has {config.num_layers}")
         if self.plan.kv is not None:
             raise PlanError("calibrated K/V files are not supported by this version")
-        for name, value in (("max_seq_len", max_seq_len), ("batch_size", batch_size)):
+        for name, value in (("max_seq_len", max_seq_len), ("batch_size", batch_size), ("chunk_size", chunk_size)):
             if type(value) is not int or value < 1:
                 raise PromptError(f"{name} must be a positive whole number, not {value!r}")
         if max_seq_len > config.max_position_embeddings:
@@ -97,21 +99,23 @@ class Runner:
         starts = self.cache.lengths[:active].clone()
         self._check_room(starts, batch.counts)
         positions, following = self.model.positions(batch, starts + self._deltas(active))
-        embedded = self.model.embed(batch)
+        prompt = _Prompt(self, batch, starts, positions)
         self.cache.active = active
 
-        blocks = self.model.image_blocks(batch.token_ids)
-        everything = _Part(self, Span(starts, batch.counts, batch.token_ids.shape[1], blocks),
-                           embedded.x, positions, embedded.deepstack)
-        everything.x = self.tap(-1, "resid", everything.x)
-        boundary_counts = boundary_lengths(batch, blocks)
+        # Long prompts: all but the last chunk go through the pruned model, whatever form the end of the prompt takes.
+        boundary_counts = boundary_lengths(batch, prompt.blocks)
+        chunks = chunk_counts(batch, prompt.blocks, self.chunk_size)
+        done = torch.zeros_like(batch.counts)
+        for counts in chunks[:-1]:
+            prompt.part(done, counts).run(self.plan)
+            done = done + counts
+        end = prompt.part(done, chunks[-1])
         if not self.plan.split_boundary:
-            last = everything.run(self.plan)
-            boundary_counts = batch.counts
+            last, boundary_counts = end.run(self.plan), chunks[-1]
         elif self.plan.is_suffix and self.fused:
-            last = self._fused(everything, boundary_counts)
+            last = self._fused(end, boundary_counts)
         else:
-            last = self._two_passes(everything, boundary_counts)
+            last = self._two_passes(end, boundary_counts)
         last = gather(last, boundary_counts - 1, torch.ones_like(boundary_counts))  # [B, 1, D]
         logits = self.model.logits(last)[:, 0]
 
@@ -119,20 +123,18 @@ class Runner:
         self.cache.commit(batch.counts)
         return logits
 
-    def _two_passes(self, prompt: "_Part", boundary_counts: Tensor) -> Tensor:
+    def _two_passes(self, end: "_Part", boundary_counts: Tensor) -> Tensor:
         """The paper's form: tokens 1 .. N-1 through the pruned model, then the boundary through the full one."""
-        before = prompt.slice(torch.zeros_like(boundary_counts), prompt.span.counts - boundary_counts)
-        boundary = prompt.slice(prompt.span.counts - boundary_counts, boundary_counts)
+        before, boundary = end.split(boundary_counts)
         if before.span.width:
             before.run(self.plan)
         return boundary.run()
 
-    def _fused(self, prompt: "_Part", boundary_counts: Tensor) -> Tensor:
+    def _fused(self, end: "_Part", boundary_counts: Tensor) -> Tensor:
         """For a suffix of skipped layers: the lower ones are full for every token, so all go through them together."""
         cut, depth = self.plan.cut, self.plan.num_layers
-        prompt.x = prompt.run(layers=range(cut))
-        before = prompt.slice(torch.zeros_like(boundary_counts), prompt.span.counts - boundary_counts)
-        boundary = prompt.slice(prompt.span.counts - boundary_counts, boundary_counts)
+        end.x = end.run(layers=range(cut))
+        before, boundary = end.split(boundary_counts)
         for i in range(cut, depth):
             if before.span.width:
                 before.x = before.run(self.plan, range(i, i + 1))
@@ -165,9 +167,8 @@ class Runner:
         self._check_room(starts, counts)
         batch = Batch(ids, counts)
         positions, following = self.model.positions(batch, starts + self._deltas(len(starts)))
-        part = _Part(self, Span(starts, counts, ids.shape[1]), self.model.embed_tokens(ids), positions)
-        part.x = self.tap(-1, "resid", part.x)
-        logits = self.model.logits(part.run())
+        x = self.tap(-1, "resid", self.model.embed_tokens(ids))
+        logits = self.model.logits(_Part(self, Span(starts, counts, ids.shape[1]), x, positions).run())
         self._remember(batch, starts, positions, following)
         self.cache.commit(counts)
         return logits
@@ -199,10 +200,12 @@ class Runner:
                 return
             logits = self.decode([token_id])
 
-    def generate_batch(self, inputs: Sequence, params: SamplingParams = SamplingParams()) -> list[list[int]]:
+    def generate_batch(self, inputs: Sequence, params: SamplingParams = SamplingParams(),
+                       on_token: Callable[[int, int, Tensor], None] | None = None) -> list[list[int]]:
         """Answers to independent prompts, `batch_size` at a time; each equals what `generate` would give alone.
 
-        A finished row leaves the batch at once. Needs an empty cache and leaves it empty.
+        A finished row leaves the batch at once. Needs an empty cache and leaves it empty. on_token(prompt, id, logits): called for
+        every token as it is sampled, with the number of its prompt and the logits [vocab] it was sampled from.
         """
         if self.cache.length:
             raise PromptError("generate_batch needs an empty cache: call reset() first")
@@ -213,13 +216,13 @@ class Runner:
         answers: list[list[int]] = []
         try:
             for first in range(0, len(sequences), size):
-                answers += self._generate_group(sequences[first : first + size], params)
+                answers += self._generate_group(sequences[first : first + size], params, first, on_token)
                 self.reset()
         finally:
             self.reset()
         return answers
 
-    def _generate_group(self, sequences: list[ModelInputs], params: SamplingParams) -> list[list[int]]:
+    def _generate_group(self, sequences: list[ModelInputs], params: SamplingParams, first: int, on_token) -> list[list[int]]:
         answers: list[list[int]] = [[] for _ in sequences]
         if params.max_new_tokens == 0:
             return answers
@@ -229,8 +232,10 @@ class Runner:
         rows = list(range(len(sequences)))  # which prompt lies in which row of the cache
         while rows:
             ids = sampler.sample(logits).tolist()
-            for row, token_id in zip(rows, ids):
+            for row, token_id, row_logits in zip(rows, ids, logits):
                 answers[row].append(token_id)
+                if on_token is not None:
+                    on_token(first + row, token_id, row_logits)
             kept = [i for i, (row, token_id) in enumerate(zip(rows, ids))
                     if token_id not in stop and len(answers[row]) < params.max_new_tokens
                     and self.cache.lengths[i] < self.cache.max_seq_len]
@@ -341,10 +346,32 @@ class Runner:
         return frozenset(self.model.config.eos_token_ids) | frozenset(params.stop_token_ids)
 
 
+class _Prompt:
+    """A batch on its way into the cache. Text is embedded piece by piece; images are encoded once, up front."""
+
+    def __init__(self, runner: Runner, batch: Batch, starts: Tensor, positions: Tensor):
+        self.runner, self.batch, self.starts, self.positions = runner, batch, starts, positions
+        self.blocks = runner.model.image_blocks(batch.token_ids)
+        self.embedded = None if batch.pixel_values is None else runner.model.embed(batch)
+
+    def part(self, first: Tensor, counts: Tensor) -> "_Part":
+        """Tokens first[b] .. first[b] + counts[b] - 1 of each row."""
+        blocks = None if self.blocks is None else gather(self.blocks, first, counts)
+        if self.embedded is None:
+            x, deepstack = self.runner.model.embed_tokens(gather(self.batch.token_ids, first, counts)), ()
+        else:
+            x = gather(self.embedded.x, first, counts)
+            deepstack = tuple(gather(rows, first, counts) for rows in self.embedded.deepstack)
+        span = Span(self.starts + first, counts, int(counts.max()), blocks)
+        return _Part(self.runner, span, self.runner.tap(-1, "resid", x), gather(self.positions, first, counts), deepstack)
+
+
 class _Part:
-    """Some tokens of a prompt on their way through the layers: their span, stream, positions, DeepStack rows."""
+    """Some tokens of a prompt in the layers: their span, stream [B, N, D], positions, DeepStack rows."""
 
     def __init__(self, runner: Runner, span: Span, x: Tensor, positions: Tensor, deepstack: tuple[Tensor, ...] = ()):
+        if span.blocks is not None and not (span.blocks >= 0).any():
+            span.blocks = None
         self.runner, self.span, self.x, self.positions, self.deepstack = runner, span, x, positions, deepstack
         self.kv = runner.cache.begin(span) if span.width else None
         self.rope = runner.model.rope(positions) if span.width else []
@@ -352,12 +379,14 @@ class _Part:
     def run(self, plan: PrefillPlan | None = None, layers: range | None = None) -> Tensor:
         return run_layers(self.runner.model, self.x, self.rope, self.kv, self.deepstack, plan, layers, self.runner.tap)
 
-    def slice(self, first: Tensor, counts: Tensor) -> "_Part":
-        """Tokens first[b] .. first[b] + counts[b] - 1 of each row, as a part of their own."""
-        blocks = self.span.blocks
-        span = Span(self.span.starts + first, counts, int(counts.max()), None if blocks is None else gather(blocks, first, counts))
-        if span.blocks is not None and not (span.blocks >= 0).any():
-            span.blocks = None
+    def split(self, boundary_counts: Tensor) -> tuple["_Part", "_Part"]:
+        """What comes before the boundary, and the boundary."""
+        before = self.span.counts - boundary_counts
+        return self._slice(torch.zeros_like(before), before), self._slice(before, boundary_counts)
+
+    def _slice(self, first: Tensor, counts: Tensor) -> "_Part":
+        blocks = None if self.span.blocks is None else gather(self.span.blocks, first, counts)
+        span = Span(self.span.starts + first, counts, int(counts.max()), blocks)
         return _Part(self.runner, span, gather(self.x, first, counts), gather(self.positions, first, counts),
                      tuple(gather(rows, first, counts) for rows in self.deepstack))
 
@@ -380,3 +409,29 @@ def boundary_lengths(batch: Batch, blocks: Tensor | None) -> Tensor:
             if block >= 0:
                 lengths[b] = int((blocks[b, :count] == block).sum())
     return lengths
+
+
+def chunk_counts(batch: Batch, blocks: Tensor | None, chunk_size: int) -> list[Tensor]:
+    """Cut prompts into passes of at most `chunk_size` tokens: for each pass the tokens of every row, [B]; the last pass holds
+    the end of every row. An image block is never cut: the pass before it grows to take it whole."""
+    if int(batch.counts.max()) <= chunk_size:
+        return [batch.counts]
+
+    def whole(row: int, edge: int) -> int:
+        """The first place from `edge` on that is not inside a block."""
+        while blocks is not None and 0 < edge < int(batch.counts[row]) and blocks[row, edge] >= 0 and blocks[row, edge] == blocks[row, edge - 1]:
+            edge += 1
+        return edge
+
+    edges = []  # of each row, without 0 and the end
+    for row, count in enumerate(batch.counts.tolist()):
+        cuts = []
+        while count - (cuts[-1] if cuts else 0) > chunk_size:
+            cuts.append(whole(row, (cuts[-1] if cuts else 0) + chunk_size))
+        if cuts and cuts[-1] == count:  # the last block reaches the end: it belongs to the last pass
+            cuts.pop()
+        edges.append([0, *cuts])
+    passes = max(map(len, edges))
+    ends = torch.tensor([[row[min(i, len(row) - 1)] for i in range(passes)] + [count]
+                         for row, count in zip(edges, batch.counts.tolist())])
+    return list(ends.diff(dim=1).unbind(1))

@@ -459,3 +459,31 @@ def test_an_interrupted_prefill_leaves_no_trace():
         other.prefill(random_ids(5))
         close(runner.prefill(random_ids(3, 3)), other.prefill(random_ids(3, 3)))
         close(runner.decode([1]), other.decode([1]))
+
+
+# --- long prompts in chunks ------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
+@pytest.mark.parametrize("plan", [PrefillPlan.full(LAYERS), PrefillPlan(LAYERS, {4, 5}), PrefillPlan(LAYERS, {1, 3}),
+                                  PrefillPlan(LAYERS, {4, 5}, project_kv=False),
+                                  PrefillPlan(LAYERS, {4, 5}, split_boundary=False)], ids=lambda p: p.describe())
+def test_chunks_equal_one_shot(family, plan):
+    model = tiny_model(family)
+    prompts = [random_ids(n, seed=n) for n in (23, 4, 9, 8)]
+    whole = Runner(model, plan, max_seq_len=64, batch_size=4)
+    expected, again = whole.prefill(prompts), whole.prefill([random_ids(13, 5)] * 4)
+    after = whole.decode([1, 2, 3, 4])
+    for size in (1, 4, 5, 22):
+        runner = Runner(model, plan, max_seq_len=64, batch_size=4, chunk_size=size)
+        close(runner.prefill(prompts), expected)
+        close(runner.prefill([random_ids(13, 5)] * 4), again)
+        close(runner.decode([1, 2, 3, 4]), after)
+        close(runner.cache.keys, whole.cache.keys)
+
+
+def test_no_pass_is_wider_than_the_chunk():
+    widths = []
+    runner = Runner(tiny_model(), PrefillPlan(LAYERS, {4, 5}), max_seq_len=64, chunk_size=8,
+                    tap=lambda layer, name, x: (widths.append(x.shape[1]) if name == "resid" else None, x)[1])
+    runner.prefill(random_ids(50))
+    assert max(widths) == 8 and sum(w for w in widths[:: LAYERS + 1]) >= 50
