@@ -73,7 +73,7 @@ class Batch:
         config = model.config
         places = []
         for sequence in sequences:
-            check_token_ids(sequence.token_ids, config)
+            check_token_ids(sequence.token_ids, config, placeholders=True)
             rows = model.image_counts(sequence.pixel_values, sequence.image_grid_thw)
             places.append(place_images(sequence.token_ids, config.image_token_id, rows))
         counts = torch.tensor([len(s) for s in sequences])
@@ -85,10 +85,10 @@ class Batch:
         return cls(token_ids, counts, torch.cat(pixels) if pixels else None, torch.cat(grids) if grids else None, tuple(places))
 
 
-def check_token_ids(token_ids: Tensor, config) -> None:
-    """Raises PromptError when an id is not one of the model's."""
+def check_token_ids(token_ids: Tensor, config, placeholders: bool = False) -> None:
+    """Raises PromptError when an id is not one of the model's. `placeholders`: image tokens are, whatever their id."""
     wrong = (token_ids < 0) | (token_ids >= config.vocab_size)
-    if config.image_token_id is not None:  # may lie beyond the vocabulary: its embedding is never looked up
+    if placeholders and config.image_token_id is not None:  # may lie beyond the vocabulary: its embedding is never looked up
         wrong &= token_ids != config.image_token_id
     if wrong.any():
         place = tuple(wrong.nonzero()[0].tolist())
