@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .layers import CAUSAL, Visible
+from .attention import Causal, Visible
 
 
 @dataclass
@@ -55,11 +55,11 @@ def visibility(span: Span, window: int | None, hidden: Tensor | None, device) ->
     """
     total = span.stop
     first = 0 if window is None else max(0, int(span.starts.min()) - window + 1)
-    if span.uniform and span.blocks is None and hidden is None:
-        if span.width == 1:
+    # Rows that start together are causal even when some end early: their padding comes after everything real.
+    if bool((span.starts == span.starts[0]).all()) and span.blocks is None and hidden is None:
+        if span.width == 1 and span.uniform:
             return Visible(None, first)
-        if total == span.width and (window is None or total <= window):
-            return Visible(CAUSAL)
+        return Visible(Causal(int(span.starts[0]) - first, window), first)
     query = span.columns(device)[:, :, None]  # [B, N, 1]
     key = torch.arange(first, total, device=device)  # [T - first]
     mask = key <= query  # [B, N, T - first]

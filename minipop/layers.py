@@ -11,24 +11,16 @@ tokens which do run through it later find the prompt there.
 Shapes: B batch, N new tokens, T cache rows, D hidden, H heads, K kv heads, E head_dim.
 """
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .attention import Visible, attend
 from .config import ModelConfig, RopeConfig
 
 Rope = tuple[Tensor, Tensor]  # cos and sin, each [B, 1, N, E] in the model's dtype
-CAUSAL = "causal"  # visibility of a fresh prompt: token n sees tokens 0..n, no mask needed
-
-
-class Visible(NamedTuple):
-    """Who sees whom: a bool mask [B, 1, N, T - first], CAUSAL, or None where every new token sees every row from `first` on."""
-
-    mask: "Tensor | str | None"
-    first: int = 0  # no new token sees a cache row before this one
-
 
 class KV(Protocol):
     """Where a pass writes its keys and values. The preallocated cache serves inference, a functional one gradients."""
@@ -166,18 +158,6 @@ class Attention(nn.Module):
         k = tap(self.index, "k_proj", k)
         k = rotate(k if self.k_norm is None else self.k_norm(k), rope)
         return kv.write(self.index, tap(self.index, "k", k), tap(self.index, "v", v))
-
-
-def attend(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | str | None, scale: float) -> Tensor:
-    """Softmax attention. q [B, H, N, E], keys and values [B, K, T, E], a mask as in `Visible` -> [B, H, N, E]."""
-    causal = isinstance(visible, str)
-    grouped = q.shape[1] != keys.shape[1]
-    if grouped and q.shape[2] == 1:
-        # One token: the heads that share a kv head are the query rows of one product, [B, H, 1, E] -> [B, K, H/K, E].
-        rows = q.unflatten(1, (keys.shape[1], -1)).squeeze(3)
-        return F.scaled_dot_product_attention(rows, keys, values, attn_mask=visible, scale=scale).flatten(1, 2)[:, :, None]
-    return F.scaled_dot_product_attention(q, keys, values, attn_mask=None if causal else visible, is_causal=causal,
-                                          scale=scale, enable_gqa=grouped)
 
 
 class DecoderLayer(nn.Module):

@@ -11,8 +11,9 @@ Shapes: N patches of all images, D hidden, H heads, E head_dim.
 import torch
 from torch import Tensor, nn
 
+from ..attention import attend
 from ..config import VisionConfig
-from ..layers import Rope, activation, attend, rotate
+from ..layers import Rope, activation, rotate
 
 Runs = list[tuple[int, int]]  # how the N rows divide into images: (images in a row of this size, patches in each)
 
@@ -45,6 +46,6 @@ class VisionBlock(nn.Module):
         branches = []
         for (images, patches), *parts in zip(runs, *(tensor.split(sizes, dim=1) for tensor in (q, k, v))):
             q, k, v = (part.unflatten(1, (images, patches)).transpose(0, 1) for part in parts)  # [images, H, patches, E]
-            out = attend(q, k, v, visible=None, scale=self.head_dim ** -0.5)
+            out = attend(q, k, v, mask=None, scale=self.head_dim ** -0.5)
             branches.append(out.transpose(1, 2).flatten(0, 1).flatten(1))  # -> [images * patches, D]
         return self.proj(torch.cat(branches))

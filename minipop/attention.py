@@ -1,0 +1,89 @@
+"""Softmax attention, and what a pass may attend to.
+
+One function, `attend`, with three kinds of mask. Everything goes through PyTorch's `scaled_dot_product_attention`, the plain form,
+except causal prompts on a CPU: there a walk over blocks of queries, `attend_in_blocks`, is faster (docs/PERFORMANCE.md) and stands
+beside it; a test proves them equal.
+
+Shapes: B batch, N new tokens, T cache rows, H heads, K kv heads, E head_dim.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 64  # queries a block: large enough for the matrix product, small enough for the scores to stay in the CPU's cache
+
+
+class Causal:
+    """Tokens that follow `past` earlier rows: token n sees rows past + n - window + 1 .. past + n (all earlier ones if None)."""
+
+    def __init__(self, past: int, window: int | None = None):
+        self.past, self.window = past, window
+        self._mask: Tensor | None = None
+
+    def is_plain(self, tokens: int) -> bool:
+        """A fresh prompt inside its window: the kernel's own causal mask serves."""
+        return self.past == 0 and (self.window is None or tokens <= self.window)
+
+    def mask(self, tokens: int, device) -> Tensor:
+        """The same as a bool mask [N, past + N], made once and shared by the layers of a pass."""
+        if self._mask is None:
+            query = self.past + torch.arange(tokens, device=device)[:, None]
+            key = torch.arange(self.past + tokens, device=device)
+            self._mask = key <= query if self.window is None else (key <= query) & (query - key < self.window)
+        return self._mask
+
+
+class Visible(NamedTuple):
+    """Who sees whom: a bool mask [B, 1, N, T - first], Causal, or None where every new token sees every row from `first` on."""
+
+    mask: Tensor | Causal | None
+    first: int = 0  # no new token sees a cache row before this one
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | Causal | None, scale: float) -> Tensor:
+    """Softmax attention. q [B, H, N, E], keys and values [B, K, T, E] -> [B, H, N, E]; H is a multiple of K."""
+    heads, tokens = q.shape[1:3]
+    if isinstance(mask, Causal):
+        plain = mask.is_plain(tokens)
+        if q.device.type == "cpu" and tokens > BLOCK and not (plain and q.dtype == torch.float32):
+            return attend_in_blocks(q, keys, values, mask, scale)
+        if plain:
+            return F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=scale, enable_gqa=heads != keys.shape[1])
+        mask = mask.mask(tokens, q.device)
+    if tokens == 1 and heads != keys.shape[1]:
+        # The heads that share a kv head are the query rows of one product: [B, H, 1, E] -> [B, K, H/K, E].
+        rows = q.unflatten(1, (keys.shape[1], -1)).squeeze(3)
+        return F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale).flatten(1, 2)[:, :, None]
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale, enable_gqa=heads != keys.shape[1])
+
+
+def attend_in_blocks(q: Tensor, keys: Tensor, values: Tensor, mask: Causal, scale: float, block: int = BLOCK) -> Tensor:
+    """`attend` for a causal mask, a block of queries at a time against just the rows that block can see.
+
+    Per block, the heads that share a kv head go into one product: [B*K, H/K * block, E] x [B*K, E, rows].
+    """
+    batch, heads, tokens, width = q.shape
+    groups = keys.shape[1]
+    q = (q * scale).view(batch, groups, -1, tokens, width)  # [B, K, H/K, N, E]
+    keys = keys.flatten(0, 1).transpose(1, 2)  # [B*K, E, T]
+    values = values.flatten(0, 1)  # [B*K, T, E]
+    out = torch.empty_like(q)
+    for start in range(0, tokens, block):
+        stop = min(start + block, tokens)
+        size, end = stop - start, mask.past + stop  # `end`: rows the block's last query sees
+        first = 0 if mask.window is None else max(0, mask.past + start - mask.window + 1)
+        queries = q[:, :, :, start:stop].flatten(0, 1).flatten(1, 2)  # [B*K, H/K * size, E]
+        scores = torch.bmm(queries, keys[:, :, first:end]).view(batch * groups, -1, size, end - first)
+        query = torch.arange(end - size, end, device=q.device)[:, None]
+        # Only two corners need masking: the rows after a query at the end, those that left its window at the start.
+        future = torch.arange(end - size, end, device=q.device) > query
+        scores[..., end - size - first :].masked_fill_(future, float("-inf"))
+        if mask.window is not None and end - first > mask.window:
+            gone = query - torch.arange(first, first + size - 1, device=q.device) >= mask.window
+            scores[..., : size - 1].masked_fill_(gone, float("-inf"))
+        weights = scores.softmax(-1).flatten(1, 2)
+        out[:, :, :, start:stop] = torch.bmm(weights, values[:, first:end]).view(batch, groups, -1, size, width)
+    return out.flatten(1, 2)
