@@ -9,9 +9,9 @@ from .plan import PrefillPlan
 
 def attended_rows(n: int, window: int | None, start: int = 0) -> int:
     """Sum over n causal tokens at columns start .. start + n - 1 of the rows each one sees."""
-    if window is None:
-        return n * start + n * (n + 1) // 2
-    return sum(min(start + i + 1, window) for i in range(n))
+    growing = n if window is None else min(n, max(0, window - start))  # tokens whose window still reaches back to column 0
+    full = growing * start + growing * (growing + 1) // 2
+    return full if growing == n else full + (n - growing) * window
 
 
 def layer_flops(config: ModelConfig, layer: int, n: int, start: int = 0) -> int:
@@ -60,7 +60,7 @@ def decoder_parameters(config: ModelConfig) -> dict[str, int]:
 
 
 def decode_bytes(config: ModelConfig, rows: int, batch: int, itemsize: int) -> int:
-    """Memory that one decode step must read: every matrix once, the head, and `rows` cache rows of each sequence."""
+    """Memory that one decode step must read: every matrix once, the head, and of each sequence's `rows` cache rows those in sight."""
     parts = decoder_parameters(config)
-    return itemsize * (parts["attention"] + parts["mlp"] + config.vocab_size * config.hidden_size) + \
-        batch * rows * cache_bytes_per_token(config, itemsize)
+    seen = sum(rows if window is None else min(rows, window) for window in config.layer_windows)
+    return itemsize * (parts["attention"] + parts["mlp"] + config.vocab_size * config.hidden_size + batch * seen * 2 * config.kv_width)

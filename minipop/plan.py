@@ -11,6 +11,8 @@ from typing import Iterable
 from .checkpoint import read_json
 from .errors import PlanError
 
+MAX_LAYER = 10_000  # no model is that deep; a range beyond it is a slip of the keyboard
+
 
 @dataclass(frozen=True)
 class PrefillPlan:
@@ -33,17 +35,17 @@ class PrefillPlan:
 
     def __post_init__(self):
         if type(self.num_layers) is not int or self.num_layers < 1:
-            raise PlanError(f"num_layers must be a positive whole number, not {self.num_layers!r}")
+            raise PlanError(f"num_layers must be a positive whole number, not {self.num_layers!r:.60}")
         try:
             layers = list(self.skip)
         except TypeError:
-            raise PlanError(f"skip must be a set of layer indices, not {self.skip!r}") from None
+            raise PlanError(f"skip must be a set of layer indices, not {self.skip!r:.60}") from None
         wrong = [i for i in layers if type(i) is not int or not 0 <= i < self.num_layers]
         if wrong:
-            raise PlanError(f"skip names layer {wrong[0]!r}; the model has layers 0 to {self.num_layers - 1}")
+            raise PlanError(f"skip names layer {wrong[0]!r:.60}; the model has layers 0 to {self.num_layers - 1}")
         for name in ("project_kv", "split_boundary"):
             if type(getattr(self, name)) is not bool:
-                raise PlanError(f"{name} must be True or False, not {getattr(self, name)!r}")
+                raise PlanError(f"{name} must be True or False, not {getattr(self, name)!r:.60}")
         object.__setattr__(self, "skip", frozenset(layers))
         object.__setattr__(self, "kv", None if self.kv is None else os.fspath(self.kv))
 
@@ -97,7 +99,7 @@ class PrefillPlan:
         known = {"num_layers", "skip", "project_kv", "split_boundary", "kv"}
         if not {"num_layers", "skip"} <= values.keys() <= known:
             raise PlanError(f"{path}: a plan file has the keys num_layers and skip (and project_kv, split_boundary, kv), "
-                            f"this one has {', '.join(sorted(values)) or 'none'}")
+                            f"this one has {sorted(values)!r:.200}")
         if not isinstance(values["skip"], list) or not isinstance(values.get("kv"), (str, type(None))):
             raise PlanError(f"{path}: skip must be a list of layer indices and kv a file name or null")
         try:
@@ -109,11 +111,12 @@ class PrefillPlan:
 def parse_ratio(value: float | str | Fraction) -> float:
     """A share of the layers: 0.25, "0.25" or "1/3"; at least 0 and at most 1."""
     try:
-        ratio = float(Fraction(value.strip())) if isinstance(value, str) else float(value)
+        # Only a/b is left to Fraction: it would also write out 1e999999999, digit by digit.
+        ratio = float(Fraction(value.strip()) if isinstance(value, str) and "/" in value else value)
     except (ValueError, ZeroDivisionError, TypeError, OverflowError):
-        raise PlanError(f"ratio must be a number or a fraction like 1/3, not {value!r}") from None
+        raise PlanError(f"ratio must be a number or a fraction like 1/3, not {value!r:.60}") from None
     if not 0 <= ratio <= 1:
-        raise PlanError(f"ratio must lie between 0 and 1, not {value}")
+        raise PlanError(f"ratio must lie between 0 and 1, not {value!r:.60}")
     return ratio
 
 
@@ -121,12 +124,12 @@ def parse_layers(text: str) -> frozenset[int]:
     """ "20-29" or "3,6,9-11" -> the layer indices; the empty string is the empty set."""
     layers: set[int] = set()
     for part in filter(None, (p.strip() for p in text.split(","))):
-        first, dash, last = part.partition("-")
-        if not (first.strip().isdecimal() and (not dash or last.strip().isdecimal())):
-            raise PlanError(f"cannot read layers {text!r}: write indices and ranges like 3,6,20-29")
+        first, dash, last = (piece.strip() for piece in part.partition("-"))
+        if not (first.isdecimal() and (not dash or last.isdecimal())) or len(part) > 20:
+            raise PlanError(f"cannot read layers {text!r:.60}: write indices and ranges like 3,6,20-29")
         low, high = int(first), int(last or first)
-        if high < low or high > 100_000:
-            raise PlanError(f"cannot read layers {text!r}: {part} is not a range from low to high")
+        if high < low or high > MAX_LAYER:
+            raise PlanError(f"cannot read layers {text!r:.60}: {part!r} is not a range from low to high, up to {MAX_LAYER}")
         layers.update(range(low, high + 1))
     return frozenset(layers)
 
