@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 64  # queries a block: large enough for the matrix product, small enough for the scores to stay in the CPU's cache
+BLOCK = 128  # queries a block: large enough for the matrix product, small enough for the scores to stay in the CPU's cache
 
 
 class Causal:
@@ -48,7 +48,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | Causal | None
     heads, tokens = q.shape[1:3]
     if isinstance(mask, Causal):
         plain = mask.is_plain(tokens)
-        if q.device.type == "cpu" and tokens > BLOCK and not (plain and q.dtype == torch.float32):
+        if q.device.type == "cpu" and tokens >= 64 and not (plain and q.dtype == torch.float32):
             return attend_in_blocks(q, keys, values, mask, scale)
         if plain:
             return F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=scale, enable_gqa=heads != keys.shape[1])
@@ -63,27 +63,29 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | Causal | None
 def attend_in_blocks(q: Tensor, keys: Tensor, values: Tensor, mask: Causal, scale: float, block: int = BLOCK) -> Tensor:
     """`attend` for a causal mask, a block of queries at a time against just the rows that block can see.
 
-    Per block, the heads that share a kv head go into one product: [B*K, H/K * block, E] x [B*K, E, rows].
+    One kv head after the other: the H/K heads that share it are the rows of one product, [H/K * block, E] x [E, rows].
     """
     batch, heads, tokens, width = q.shape
     groups = keys.shape[1]
-    q = (q * scale).view(batch, groups, -1, tokens, width)  # [B, K, H/K, N, E]
-    keys = keys.flatten(0, 1).transpose(1, 2)  # [B*K, E, T]
-    values = values.flatten(0, 1)  # [B*K, T, E]
+    q = (q * scale).unflatten(1, (groups, -1))  # [B, K, H/K, N, E]
     out = torch.empty_like(q)
     for start in range(0, tokens, block):
         stop = min(start + block, tokens)
         size, end = stop - start, mask.past + stop  # `end`: rows the block's last query sees
         first = 0 if mask.window is None else max(0, mask.past + start - mask.window + 1)
-        queries = q[:, :, :, start:stop].flatten(0, 1).flatten(1, 2)  # [B*K, H/K * size, E]
-        scores = torch.bmm(queries, keys[:, :, first:end]).view(batch * groups, -1, size, end - first)
         query = torch.arange(end - size, end, device=q.device)[:, None]
         # Only two corners need masking: the rows after a query at the end, those that left its window at the start.
         future = torch.arange(end - size, end, device=q.device) > query
-        scores[..., end - size - first :].masked_fill_(future, float("-inf"))
+        gone = None
         if mask.window is not None and end - first > mask.window:
             gone = query - torch.arange(first, first + size - 1, device=q.device) >= mask.window
-            scores[..., : size - 1].masked_fill_(gone, float("-inf"))
-        weights = scores.softmax(-1).flatten(1, 2)
-        out[:, :, :, start:stop] = torch.bmm(weights, values[:, first:end]).view(batch, groups, -1, size, width)
+        for b in range(batch):
+            for k in range(groups):
+                queries = q[b, k, :, start:stop].flatten(0, 1)  # [H/K * size, E]
+                scores = torch.mm(queries, keys[b, k, first:end].T).view(-1, size, end - first)
+                scores[..., end - size - first :].masked_fill_(future, float("-inf"))
+                if gone is not None:
+                    scores[..., : size - 1].masked_fill_(gone, float("-inf"))
+                weights = scores.softmax(-1).flatten(0, 1)  # [H/K * size, rows]
+                out[b, k, :, start:stop] = torch.mm(weights, values[b, k, first:end]).view(-1, size, width)
     return out.flatten(1, 2)

@@ -198,7 +198,8 @@ class Checkpoint:
             weight_map = _read_index(folder / INDEX_FILE)
             files = list(dict.fromkeys(weight_map.values()))
             if missing := [file for file in files if not os.path.lexists(folder / file)]:
-                raise CheckpointError(f"{folder}: lacks shards that {INDEX_FILE} lists: {_listing(map(_quote, missing))}; download them again")
+                raise CheckpointError(f"{folder}: lacks shards that {INDEX_FILE} lists: {_listing(map(_quote, missing))}; "
+                                      "download them again")
             checkpoint = cls(folder, [folder / file for file in files])
             checkpoint._check_index(folder / INDEX_FILE, weight_map)
             return checkpoint
@@ -376,7 +377,8 @@ def _read_index(path: Path) -> dict[str, str]:
         raise CheckpointError(f"{path}: weight_map must be an object that names the file of each tensor")
     for name, file in weight_map.items():
         # Lexical, because the file itself may well be a link: the Hugging Face cache links into ../../blobs.
-        if not isinstance(file, str) or re.search(r"[\\:\0-\x1f\x7f]", file) or any(part in ("", ".", "..") for part in file.split("/")):
+        plain = isinstance(file, str) and not re.search(r"[\\:\0-\x1f\x7f]", file)
+        if not plain or any(part in ("", ".", "..") for part in file.split("/")):
             raise CheckpointError(f"{path}: the file of {_quote(name)} is {_quote(file)}; only a relative path inside the folder "
                                   "is allowed")
         if not file.endswith(".safetensors"):

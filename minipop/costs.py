@@ -60,7 +60,8 @@ def decoder_parameters(config: ModelConfig) -> dict[str, int]:
 
 
 def decode_bytes(config: ModelConfig, rows: int, batch: int, itemsize: int) -> int:
-    """Memory that one decode step must read: every matrix once, the head, and of each sequence's `rows` cache rows those in sight."""
+    """Memory that one decode step must read: every matrix once, the head, and of each sequence's `rows` those in its windows."""
     parts = decoder_parameters(config)
     seen = sum(rows if window is None else min(rows, window) for window in config.layer_windows)
-    return itemsize * (parts["attention"] + parts["mlp"] + config.vocab_size * config.hidden_size + batch * seen * 2 * config.kv_width)
+    weights = parts["attention"] + parts["mlp"] + config.vocab_size * config.hidden_size
+    return itemsize * (weights + batch * seen * 2 * config.kv_width)
