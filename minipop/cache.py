@@ -149,6 +149,19 @@ class CachePass:
             self._set_hidden(layer, False)
         return self.cache.keys[layer, :active, :, : self.total], self.cache.values[layer, :active, :, : self.total]
 
+    def write_stacked(self, first: int, k: Tensor, v: Tensor) -> None:
+        """The rows of layers first .. first + L' - 1 at once: k, v [L', B, K, N, E]."""
+        layers = slice(first, first + len(k))
+        for store, new in ((self.cache.keys, k), (self.cache.values, v)):
+            if self._real is None:
+                store[(layers, *self._where)] = new
+            else:
+                rows, _, columns = self._where
+                store[layers, rows, :, columns] = new.transpose(2, 3)[:, self._real[0], self._real[1]].transpose(0, 1)
+        if self.cache.hidden is not None:
+            for layer in range(first, first + len(k)):
+                self._set_hidden(layer, False)
+
     def hide(self, layer: int) -> None:
         """The span leaves no K/V in this layer: mask its rows out of attention, now and in later turns."""
         if self.cache.hidden is None:

@@ -57,19 +57,30 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.weight * self.normalise(x).to(x.dtype)
+        return self.apply_weight(x, self.weight)
 
     def normalise(self, x: Tensor) -> Tensor:
         """x / rms(x) in float32."""
         x = x.float()
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
 
+    def apply_weight(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The norm with another weight: several layers' at once, say."""
+        return weight * self.normalise(x).to(x.dtype)
+
+    def scale(self) -> Tensor:
+        """What the normalised x is multiplied by."""
+        return self.weight
+
 
 class GemmaRMSNorm(RMSNorm):
     """Gemma stores w - 1 and stays in float32 to the end."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.normalise(x) * (1.0 + self.weight.float())).to(x.dtype)
+    def apply_weight(self, x: Tensor, weight: Tensor) -> Tensor:
+        return (self.normalise(x) * (1.0 + weight.float())).to(x.dtype)
+
+    def scale(self) -> Tensor:
+        return 1.0 + self.weight.float()
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

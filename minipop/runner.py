@@ -22,6 +22,7 @@ from .inputs import Batch, ModelInputs, check_token_ids
 from .layers import KV, Rope, Tap, no_tap
 from .plan import PrefillPlan
 from .sampling import Sampler, SamplingParams
+from .stacked import StackedKV
 
 
 def run_layers(model: nn.Module, x: Tensor, rope: list[Rope], kv: KV, deepstack: tuple[Tensor, ...] = (),
@@ -46,7 +47,8 @@ class Runner:
     """Runs one model under one plan, with one cache. Not thread-safe.
 
     model: from `load_model`. plan: None = skip nothing. max_seq_len: cache columns, prompt and answer together.
-    batch_size: rows of the cache. fused: use the fused-boundary form where the plan allows it. chunk_size: most prompt tokens
+    batch_size: rows of the cache. fused: use the faster forms where the plan allows them: the fused boundary, and the skipped layers'
+    K/V in one product. chunk_size: most prompt tokens
     that go through the layers at once; a longer prompt is cut up, which bounds the working memory and changes nothing else.
     tap: see `layers.Tap`.
     Raises PlanError when the plan is for another depth, PromptError when max_seq_len exceeds what the model was made for,
@@ -75,6 +77,7 @@ class Runner:
         except RuntimeError:  # torch's out-of-memory error
             size = 2 * config.num_layers * batch_size * config.kv_width * max_seq_len * weight.element_size()
             raise MinipopError(f"no memory for a cache of {size / 2**30:.1f} GiB: lower max_seq_len or batch_size") from None
+        self._stacked: tuple[PrefillPlan, StackedKV] | None = None  # made for a plan when it is first needed
         self._tokens = torch.zeros(batch_size, max_seq_len, dtype=torch.long)  # the ids behind the cache's rows
         # The next free position after each column, -1 inside an image; it differs from the column number only for M-RoPE.
         self._following = torch.zeros(batch_size, max_seq_len + 1, dtype=torch.long) if config.image_token_id is not None else None
@@ -135,11 +138,9 @@ class Runner:
         cut, depth = self.plan.cut, self.plan.num_layers
         end.x = end.run(layers=range(cut))
         before, boundary = end.split(boundary_counts)
-        for i in range(cut, depth):
-            if before.span.width:
-                before.x = before.run(self.plan, range(i, i + 1))
-            boundary.x = boundary.run(layers=range(i, i + 1))
-        return boundary.x
+        if before.span.width:
+            before.run(self.plan, range(cut, depth))
+        return boundary.run(layers=range(cut, depth))
 
     # --- phase two: decode -------------------------------------------------------------------------------------------
 
@@ -262,6 +263,16 @@ class Runner:
         self.cache.lengths[len(kept):] = 0
         return order
 
+    def stacked_kv(self) -> StackedKV | None:
+        """The one-product form of the plan's skipped layers; None where only the plain form shows or does what is asked."""
+        plan = self.plan
+        plain = not self.fused or self.tap is not no_tap or not plan.project_kv or not plan.skip or not plan.is_suffix
+        if plain or plan.cut < self.model.deepstack_layers:  # DeepStack changes the stream between skipped layers
+            return None
+        if self._stacked is None or self._stacked[0] != plan:
+            self._stacked = plan, StackedKV(self.model, plan)
+        return self._stacked[1]
+
     # --- the session ---------------------------------------------------------------------------------------------------
 
     def token_ids(self, row: int = 0) -> list[int]:
@@ -377,7 +388,15 @@ class _Part:
         self.rope = runner.model.rope(positions) if span.width else []
 
     def run(self, plan: PrefillPlan | None = None, layers: range | None = None) -> Tensor:
-        return run_layers(self.runner.model, self.x, self.rope, self.kv, self.deepstack, plan, layers, self.runner.tap)
+        """The stream after `layers` (all of them by default), those the plan skips as K/V only."""
+        runner = self.runner
+        layers = range(runner.plan.num_layers) if layers is None else layers
+        stacked = None if plan is None else runner.stacked_kv()
+        below = layers if stacked is None else range(layers.start, min(layers.stop, stacked.cut))
+        x = run_layers(runner.model, self.x, self.rope, self.kv, self.deepstack, plan, below, runner.tap)
+        if below.stop < layers.stop:
+            stacked.write(x, self.rope, self.kv)
+        return x
 
     def split(self, boundary_counts: Tensor) -> tuple["_Part", "_Part"]:
         """What comes before the boundary, and the boundary."""

@@ -21,6 +21,7 @@ class QwenVL(Decoder):
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         self.vision = qwen.QwenVisionTower(config.vision)
+        self.deepstack_layers = len(config.vision.deepstack_indexes)
 
     def embed(self, batch: Batch) -> Embedded:
         """Image rows replace the placeholders; the DeepStack rows wait for their layers, zero where there is no image."""
