@@ -23,6 +23,7 @@ import torch
 from . import costs
 from .cli import Parser, run
 from .errors import MinipopError, PromptError
+from .files import write_text
 from .models import load_model
 from .plan import PrefillPlan
 from .runner import Runner
@@ -63,14 +64,14 @@ def synchronise(device: torch.device) -> None:
 
 
 def take_turns(contenders: dict, repeats: int, warmup: int, device: torch.device) -> list[Timing]:
-    """Run every contender once a turn. contenders: name -> (prepare, run); only `run` is timed."""
+    """Run every contender once a turn. contenders: name -> (prepare, work); only `work` is timed."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(-warmup, repeats):
-        for name, (prepare, run) in contenders.items():
+        for name, (prepare, work) in contenders.items():
             prepare()
             synchronise(device)
             begin = time.perf_counter()
-            run()
+            work()
             synchronise(device)
             if turn >= 0:
                 seconds[name].append(time.perf_counter() - begin)
@@ -85,8 +86,8 @@ def machine_rates(dtype: torch.dtype, device: torch.device) -> dict[str, float]:
     big.fill_(1.0)
     target = torch.empty_like(big)
 
-    def best(run, count=5):
-        times = take_turns({"x": (lambda: None, run)}, count, 2, device)[0].seconds
+    def best(work, count=5):
+        times = take_turns({"x": (lambda: None, work)}, count, 2, device)[0].seconds
         return min(times)
 
     product = best(lambda: [a @ b for _ in range(4)])
@@ -129,12 +130,12 @@ def bench_decode(model, prompt: int, steps: int, batch: int, repeats: int, refer
         runner.reset()
         state["next"] = runner.prefill(ids).argmax(-1)
 
-    def run():
+    def work():
         token = state["next"]
         for _ in range(steps):
             token = runner.decode(token).argmax(-1)
 
-    contenders = {"minipop": (prepare, run)}
+    contenders = {"minipop": (prepare, work)}
     if reference is not None:
         def prepare_reference():
             out = reference_prefill(reference, ids.to(device))
@@ -263,16 +264,6 @@ def peak_memory() -> int:
     """Largest resident size of this process so far, bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def write_text(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise MinipopError(f"cannot write {path}: {error.strerror}") from None
 
 
 def draw(rows: list[Row], path: Path) -> None:

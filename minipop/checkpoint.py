@@ -1,8 +1,7 @@
-"""Checkpoints on disk: find one, read it strictly, pour it into a model, write one.
+"""Checkpoints on disk: find one, read it strictly, pour it into a model. (saving.py writes one.)
 
 Top to bottom, the path of a weight: `resolve_checkpoint` turns what the user typed into a folder; `Checkpoint` validates every
-safetensors header in it and maps the files; `load_parameters` fills a model that was built on the meta device; `save_checkpoint`
-writes the same layout back. A downloaded file is untrusted input, so nothing is believed that was not checked first: lengths,
+safetensors header in it and maps the files; `load_parameters` fills a model that was built on the meta device. A downloaded file is untrusted input, so nothing is believed that was not checked first: lengths,
 offsets, dtypes, shapes, the shard index, and that the values are finite numbers. Pickled weights are never opened.
 
 The file format (https://huggingface.co/docs/safetensors): 8 bytes little-endian header length, a JSON header
@@ -12,14 +11,10 @@ machine that PyTorch supports.
 
 from __future__ import annotations
 
-import errno
-import json
 import math
 import mmap
 import os
 import re
-import secrets
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -29,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import CheckpointError
+from .files import listing, one_line, open_regular, parse_json, quote, read_json, refuse_lfs_pointer, show_shape
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -51,8 +47,6 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # what a weight may be stored as, and computed in
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-MAX_JSON_BYTES = 200_000_000  # the largest real one, Gemma-3's tokenizer.json, has 33 MB
-MAX_JSON_DEPTH = 100
 MAX_DIMS = 64  # PyTorch's own limit
 ALIGNMENT = 64  # bytes: where matrix kernels read at full speed; weights 16 bytes off it slow bf16 decoding by some 15%
 CHUNK = 1 << 20  # elements copied and checked at a time: small enough that the check finds the copy still in the cache
@@ -74,7 +68,7 @@ def resolve_checkpoint(path_or_name: str | os.PathLike) -> Path:
     try:
         path = Path(name).expanduser()
     except RuntimeError:  # ~ of a user that does not exist
-        raise CheckpointError(f"{_quote(name)} does not name a checkpoint: no such user") from None
+        raise CheckpointError(f"{quote(name)} does not name a checkpoint: no such user") from None
     if not os.path.isdir(path) and os.path.lexists(path):
         raise CheckpointError(_not_a_folder(path))
     folder = path if os.path.isdir(path) else _download(name)
@@ -101,7 +95,7 @@ def _way_out(kind: str) -> str:
 
 def _download(name: str) -> Path:
     """Fetch `org/model` from the Hub, or find it in the local cache."""
-    missing = f"{_quote(name)} is not a folder (looked for {_quote(str(Path(name).expanduser().absolute()))})"
+    missing = f"{quote(name)} is not a folder (looked for {quote(str(Path(name).expanduser().absolute()))})"
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name, re.ASCII) or ".." in name or "--" in name:
         raise CheckpointError(f"{missing}, nor has it the form org/model of the Hugging Face Hub; check the spelling of the path")
     from huggingface_hub import snapshot_download  # imported here: only this function needs it, and it is slow to import
@@ -119,7 +113,7 @@ def _download(name: str) -> Path:
                 raise CheckpointError(f"{missing}, and the Hugging Face Hub has no such model or does not show it to you; "
                                       "check the name, or accept the model's terms on its page and run `hf auth login`") from None
             raise CheckpointError(f"{missing}, is not in the local Hugging Face cache, and cannot be downloaded "
-                                  f"({_one_line(problem)}); check the network, or give a folder that exists") from None
+                                  f"({one_line(problem)}); check the network, or give a folder that exists") from None
 
 
 def _listdir(folder: Path) -> list[str]:
@@ -140,7 +134,7 @@ def _refuse_foreign_formats(folder: Path, names: list[str]) -> None:
         return
     for name in names:
         if kind := FOREIGN_FORMATS.get(Path(name).suffix):
-            raise CheckpointError(f"{folder}: has {kind} weights only ({_quote(name)}), no *.safetensors; {_way_out(kind)}")
+            raise CheckpointError(f"{folder}: has {kind} weights only ({quote(name)}), no *.safetensors; {_way_out(kind)}")
 
 
 # ---- reading a checkpoint ------------------------------------------------------------------------------------------------------
@@ -175,7 +169,7 @@ class Checkpoint:
             mapping, entries, metadata = _map_file(path)
             if shared := sorted(entries.keys() & self._entries.keys()):
                 raise CheckpointError(f"{path}: holds tensors that {self._entries[shared[0]].path.name} holds too: "
-                                      f"{_listing(map(_quote, shared))}; each must be in exactly one shard: download them again")
+                                      f"{listing(map(quote, shared))}; each must be in exactly one shard: download them again")
             self._maps[path] = mapping
             self._entries.update(entries)
             self.metadata.update(metadata)
@@ -198,18 +192,18 @@ class Checkpoint:
             weight_map = _read_index(folder / INDEX_FILE)
             files = list(dict.fromkeys(weight_map.values()))
             if missing := [file for file in files if not os.path.lexists(folder / file)]:
-                raise CheckpointError(f"{folder}: lacks shards that {INDEX_FILE} lists: {_listing(map(_quote, missing))}; "
+                raise CheckpointError(f"{folder}: lacks shards that {INDEX_FILE} lists: {listing(map(quote, missing))}; "
                                       "download them again")
             checkpoint = cls(folder, [folder / file for file in files])
             checkpoint._check_index(folder / INDEX_FILE, weight_map)
             return checkpoint
         files = [name for name in names if name.endswith(".safetensors") and not name.startswith(".")]
         if not files:
-            raise CheckpointError(f"{folder}: no *.safetensors in this folder (found: {_listing(map(_quote, names))})")
+            raise CheckpointError(f"{folder}: no *.safetensors in this folder (found: {listing(map(quote, names))})")
         shard = re.search(r"-(\d{5})-of-(\d{5})\.safetensors$", files[0])
         if len(files) > 1 or (shard and int(shard[2]) > 1):
             raise CheckpointError(f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} says which of these make up the model: "
-                                  f"{_listing(map(_quote, files))}; an interrupted download? download the folder again")
+                                  f"{listing(map(quote, files))}; an interrupted download? download the folder again")
         return cls(folder, [folder / files[0]])
 
     @classmethod
@@ -223,11 +217,11 @@ class Checkpoint:
                   if name not in self or self.file(name) != index.parent / file]
         if absent:
             raise CheckpointError(f"{index.parent / weight_map[absent[0]]}: lacks tensors that {index.name} places in it: "
-                                  f"{_listing(map(_quote, absent))}; swapped shards, or another model's: download them again")
+                                  f"{listing(map(quote, absent))}; swapped shards, or another model's: download them again")
         extra = [name for name in self if name not in weight_map]
         if extra:
             raise CheckpointError(f"{self.file(extra[0])}: holds tensors that {index.name} does not list: "
-                                  f"{_listing(map(_quote, extra))}; the files are from different models: download them again")
+                                  f"{listing(map(quote, extra))}; the files are from different models: download them again")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -245,7 +239,7 @@ class Checkpoint:
 
     def _entry(self, name: str) -> _Entry:
         if name not in self._entries:
-            raise CheckpointError(f"{self.where}: no tensor {_quote(name)} in this checkpoint")
+            raise CheckpointError(f"{self.where}: no tensor {quote(name)} in this checkpoint")
         return self._entries[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -273,7 +267,7 @@ class Checkpoint:
         """
         entry = self._entry(name)
         if not self._maps:
-            raise CheckpointError(f"{self.where}: this checkpoint was closed; open it again to read {_quote(name)}")
+            raise CheckpointError(f"{self.where}: this checkpoint was closed; open it again to read {quote(name)}")
         if entry.nbytes == 0:  # frombuffer refuses empty views
             return torch.empty(entry.shape, dtype=entry.dtype)
         data = torch.frombuffer(self._maps[entry.path], dtype=torch.uint8, count=entry.nbytes, offset=entry.start)
@@ -305,15 +299,15 @@ class Checkpoint:
 
 def _map_file(path: Path) -> tuple[mmap.mmap, dict[str, _Entry], dict[str, str]]:
     """Map one safetensors file and validate its header. Gives back the mapping, the tensors and the metadata."""
-    with _open_regular(path, CheckpointError) as file:
+    with open_regular(path, CheckpointError) as file:
         size = os.fstat(file.fileno()).st_size
         if size < 8:
             raise CheckpointError(f"{path}: {size} bytes, too short for a safetensors file; download it again")
         try:
             mapping = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)  # private and writable: what torch.frombuffer wants
         except (OSError, OverflowError) as problem:
-            raise CheckpointError(f"{path}: cannot be mapped into memory: {_one_line(problem)}") from None
-    _refuse_lfs_pointer(path, mapping[:64], CheckpointError)
+            raise CheckpointError(f"{path}: cannot be mapped into memory: {one_line(problem)}") from None
+    refuse_lfs_pointer(path, mapping[:64], CheckpointError)
     length = int.from_bytes(mapping[:8], "little")
     if length > MAX_HEADER_BYTES:
         raise CheckpointError(f"{path}: its header claims {length} bytes, more than the {MAX_HEADER_BYTES} allowed; "
@@ -327,27 +321,27 @@ def _parse_header(path: Path, raw: bytes, size: int) -> tuple[dict[str, _Entry],
     """Validate the JSON header of a file of `size` bytes. After this, every entry describes bytes that exist and are its own."""
     if raw[:1] != b"{":
         raise CheckpointError(f"{path}: the header does not begin with '{{'; not a safetensors file, or damaged")
-    header = _strict_json(raw, f"{path}: header", CheckpointError)
+    header = parse_json(raw, f"{path}: header", CheckpointError)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError(f"{path}: __metadata__ must map strings to strings")
 
     entries, spans = {}, []
     for name, info in header.items():
-        where = f"{path}: tensor {_quote(name)}"
+        where = f"{path}: tensor {quote(name)}"
         if not isinstance(info, dict) or info.keys() != {"dtype", "shape", "data_offsets"}:
             raise CheckpointError(f"{where} must have exactly dtype, shape and data_offsets")
         dtype, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
         if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise CheckpointError(f"{where} has the dtype {_quote(dtype)}, which is not supported (known: {', '.join(DTYPES)})")
+            raise CheckpointError(f"{where} has the dtype {quote(dtype)}, which is not supported (known: {', '.join(DTYPES)})")
         if not _is_sizes(shape) or len(shape) > MAX_DIMS or math.prod(max(side, 1) for side in shape) >= 2**63:
-            raise CheckpointError(f"{where} has the shape {_quote(shape)}; expected at most {MAX_DIMS} integers >= 0 "
+            raise CheckpointError(f"{where} has the shape {quote(shape)}; expected at most {MAX_DIMS} integers >= 0 "
                                   "with a product below 2**63")
         if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-            raise CheckpointError(f"{where} has the data_offsets {_quote(offsets)}; expected [begin, end] with begin <= end")
+            raise CheckpointError(f"{where} has the data_offsets {quote(offsets)}; expected [begin, end] with begin <= end")
         nbytes = math.prod(shape) * DTYPES[dtype].itemsize
         if offsets[1] - offsets[0] != nbytes:
-            raise CheckpointError(f"{where} spans {offsets[1] - offsets[0]} bytes, but {dtype} {_shape(shape)} needs {nbytes}")
+            raise CheckpointError(f"{where} spans {offsets[1] - offsets[0]} bytes, but {dtype} {show_shape(shape)} needs {nbytes}")
         entries[name] = _Entry(DTYPES[dtype], tuple(shape), 8 + len(raw) + offsets[0], nbytes, path)
         spans.append((*offsets, name))
 
@@ -356,7 +350,7 @@ def _parse_header(path: Path, raw: bytes, size: int) -> tuple[dict[str, _Entry],
     for begin, end, name in sorted(spans):
         if begin != at:
             fault = "overlaps the tensor before it" if begin < at else "leaves a hole before it"
-            raise CheckpointError(f"{path}: tensor {_quote(name)} begins at byte {begin} and {fault}, which ends at byte {at}")
+            raise CheckpointError(f"{path}: tensor {quote(name)} begins at byte {begin} and {fault}, which ends at byte {at}")
         at = end
     expected = 8 + len(raw) + at
     if size != expected:
@@ -379,10 +373,10 @@ def _read_index(path: Path) -> dict[str, str]:
         # Lexical, because the file itself may well be a link: the Hugging Face cache links into ../../blobs.
         plain = isinstance(file, str) and not re.search(r"[\\:\0-\x1f\x7f]", file)
         if not plain or any(part in ("", ".", "..") for part in file.split("/")):
-            raise CheckpointError(f"{path}: the file of {_quote(name)} is {_quote(file)}; only a relative path inside the folder "
+            raise CheckpointError(f"{path}: the file of {quote(name)} is {quote(file)}; only a relative path inside the folder "
                                   "is allowed")
         if not file.endswith(".safetensors"):
-            raise CheckpointError(f"{path}: the file of {_quote(name)} is {_quote(file)}, which is no *.safetensors file")
+            raise CheckpointError(f"{path}: the file of {quote(name)} is {quote(file)}, which is no *.safetensors file")
     return weight_map
 
 
@@ -420,7 +414,7 @@ def load_parameters(
         device = torch.device(device)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as problem:  # AssertionError: a PyTorch built without that kind of device
-        raise CheckpointError(f"device {str(device)!r} cannot be used: {_one_line(problem)}") from None
+        raise CheckpointError(f"device {str(device)!r} cannot be used: {one_line(problem)}") from None
     slots = _slots(model)
     _check_fit(slots, checkpoint, sources, dtype, tuple(ignore))
 
@@ -438,8 +432,8 @@ def load_parameters(
             try:
                 tensor = torch.empty(slot.tensor.shape, dtype=wanted, device=device)
             except (RuntimeError, TypeError) as problem:  # TypeError: a dtype that the device does not have
-                raise CheckpointError(f"{checkpoint.where}: cannot allocate on {device}: {name} {_shape(slot.tensor.shape)}: "
-                                      f"{_one_line(problem)}") from None
+                raise CheckpointError(f"{checkpoint.where}: cannot allocate on {device}: {name} {show_shape(slot.tensor.shape)}: "
+                                      f"{one_line(problem)}") from None
             row = 0
             for source in parts:
                 part = checkpoint.tensor(source)
@@ -450,7 +444,7 @@ def load_parameters(
                 checkpoint.release(source)
         filled.append((slot, tensor))
     if faults:
-        raise CheckpointError(f"{checkpoint.where}: weights that are not finite numbers: {_listing(faults)}; the file is "
+        raise CheckpointError(f"{checkpoint.where}: weights that are not finite numbers: {listing(faults)}; the file is "
                               "damaged, or the dtype too narrow for it")
     for slot, tensor in filled:
         slot.assign(tensor)
@@ -490,9 +484,9 @@ def _check_fit(slots: list[_Slot], checkpoint: Checkpoint, sources: Mapping[str,
     for name, parts in sources.items():
         for part in parts:
             users.setdefault(part, []).append(name)
-    absent = [f"{_quote(part)} (for {names[0]})" for part, names in users.items() if part not in checkpoint]
-    twice = [f"{_quote(part)} (for {' and '.join(names)})" for part, names in users.items() if len(names) > 1]
-    unused = [f"{_quote(name)} in {checkpoint.file(name).name}" for name in checkpoint
+    absent = [f"{quote(part)} (for {names[0]})" for part, names in users.items() if part not in checkpoint]
+    twice = [f"{quote(part)} (for {' and '.join(names)})" for part, names in users.items() if len(names) > 1]
+    unused = [f"{quote(name)} in {checkpoint.file(name).name}" for name in checkpoint
               if name not in users and name not in ignore and not any(fnmatchcase(name, pattern) for pattern in ignore)]
     unfilled, refilled, misfits, quantised = [], [], [], []
     for slot in slots:
@@ -504,17 +498,17 @@ def _check_fit(slots: list[_Slot], checkpoint: Checkpoint, sources: Mapping[str,
         if len(parts) < len(sources[given[0]]):
             continue  # reported as absent
         for part in parts:
-            stored, described = checkpoint.dtype(part), f"{_quote(part)} in {checkpoint.file(part).name}"
+            stored, described = checkpoint.dtype(part), f"{quote(part)} in {checkpoint.file(part).name}"
             if slot.tensor.is_floating_point() and stored not in WEIGHT_DTYPES:
                 quantised.append(f"{described} ({DTYPE_NAMES[stored]})")
             elif not slot.tensor.is_floating_point() and stored != slot.tensor.dtype:
                 misfits.append(f"{described} is {stored}, but {given[0]} is {slot.tensor.dtype}")
         shapes = [checkpoint.shape(part) for part in parts]
         if _concatenated(shapes) != tuple(slot.tensor.shape):
-            described = " + ".join(f"{_quote(part)} {_shape(shape)}" for part, shape in zip(parts, shapes))
-            misfits.append(f"{described} in {checkpoint.file(parts[0]).name}, but {given[0]} is {_shape(slot.tensor.shape)}")
+            described = " + ".join(f"{quote(part)} {show_shape(shape)}" for part, shape in zip(parts, shapes))
+            misfits.append(f"{described} in {checkpoint.file(parts[0]).name}, but {given[0]} is {show_shape(slot.tensor.shape)}")
 
-    problems = [f"{what}: {_listing(items)}" for what, items in [
+    problems = [f"{what}: {listing(items)}" for what, items in [
         ("quantised weights, which are not supported (use the unquantised release)", quantised),
         ("not in the checkpoint", absent),
         ("not used by the model", unused),
@@ -564,7 +558,7 @@ def _all_finite(tensor: Tensor) -> bool:
 def _fault(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> str:
     """Describe a tensor that did not arrive as finite numbers: was it broken before, or by the conversion?"""
     cause = f"too large for {dtype}" if _all_finite(checkpoint.tensor(name)) else "NaN or infinity"
-    return f"{_quote(name)} in {checkpoint.file(name).name} ({cause})"
+    return f"{quote(name)} in {checkpoint.file(name).name} ({cause})"
 
 
 def detect_quantization(config: Mapping, checkpoint: Iterable[str]) -> None:
@@ -583,283 +577,4 @@ def detect_quantization(config: Mapping, checkpoint: Iterable[str]) -> None:
     for name in names:
         for suffix, method in QUANTISED_SUFFIXES.items():
             if name.endswith(suffix) and (suffix != "_blocks" or name.removesuffix(suffix) + "_scales" in names):
-                raise CheckpointError(f"tensor {_quote(name)} says that the weights are quantised ({method}); {advice}")
-
-
-# ---- writing a checkpoint ------------------------------------------------------------------------------------------------------
-
-
-def save_checkpoint(
-    folder: str | os.PathLike,
-    tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
-    config: dict,
-    *,
-    extra_files: Mapping[str, str | bytes] | None = None,
-    max_shard_bytes: int = 5_000_000_000,
-) -> None:
-    """Write a Hugging Face checkpoint folder: config.json and model.safetensors, or above `max_shard_bytes` shards and an index.
-
-    `tensors` may be a generator of (name, tensor) pairs: only one shard of them is held at a time. Tied weights are written as
-    often as they are given. `extra_files` maps plain file names (tokenizer.json, ...) to their contents.
-
-    Everything is written under temporary names first and moved into place when complete; files of an older checkpoint that would
-    be in the way (its shards, its index) are removed at the end. If anything fails, the folder is left as it was.
-    Raises CheckpointError for bad names or tensors, and when the disk is full or cannot be written.
-    """
-    folder, token = Path(folder), secrets.token_hex(4)
-    texts = {"config.json": _to_json(config), **_checked_extra_files(extra_files or {})}
-    staged: dict[str, Path] = {}  # final name -> temporary file
-    shards: list[tuple[Path, list[str], int]] = []  # temporary file, tensor names, bytes
-    created = not folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for batch in _batches(tensors, max_shard_bytes):
-            temporary = folder / f".shard-{len(shards) + 1}.{token}.tmp"
-            shards.append((temporary, list(batch), sum(tensor.nbytes for tensor in batch.values())))
-            _write_safetensors(temporary, batch)
-        weight_map = {}
-        for number, (temporary, names, _) in enumerate(shards, 1):
-            final = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            staged[final] = temporary
-            weight_map.update(dict.fromkeys(names, final))
-        if len(shards) > 1:
-            total = sum(nbytes for *_, nbytes in shards)
-            texts[INDEX_FILE] = _to_json({"metadata": {"total_size": total}, "weight_map": weight_map})
-        for final, data in texts.items():
-            staged[final] = folder / f".{final}.{token}.tmp"
-            with open(staged[final], "xb") as file:
-                file.write(data)
-                _flush(file)
-        older = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-        stale = [name for name in os.listdir(folder) if older.fullmatch(name) and name not in staged]
-        _move_into_place(folder, staged, stale, token)
-    except OSError as problem:
-        raise CheckpointError(_write_problem(folder, problem)) from None
-    finally:
-        for temporary in [*(shard[0] for shard in shards), *staged.values()]:
-            temporary.unlink(missing_ok=True)
-        if created and folder.is_dir() and not os.listdir(folder):
-            folder.rmdir()
-
-
-def save_tensors(path: str | os.PathLike, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write one safetensors file, complete or not at all; a file of that name is replaced. Errors as in `save_checkpoint`."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    if not all(isinstance(text, str) and _is_unicode(text) for item in (metadata or {}).items() for text in item):
-        raise CheckpointError(f"{path}: the metadata of a safetensors file must map text to text")
-    try:
-        _write_safetensors(temporary, dict(_checked(tensors)), metadata)
-        os.replace(temporary, path)
-    except OSError as problem:
-        raise CheckpointError(_write_problem(path, problem)) from None
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _checked(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The (name, tensor) pairs, each made sure to be one that a safetensors file can hold."""
-    seen = set()
-    for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
-        if not isinstance(name, str) or name == "__metadata__" or not _is_unicode(name):
-            raise CheckpointError(f"{_quote(name)} cannot be the name of a tensor in a safetensors file")
-        if name in seen:
-            raise CheckpointError(f"tensor {_quote(name)} is given twice")
-        if tensor.is_meta or tensor.layout != torch.strided or tensor.dtype not in DTYPE_NAMES:
-            raise CheckpointError(f"tensor {_quote(name)} ({tensor.dtype}, {tensor.layout}, on {tensor.device}) cannot be saved")
-        seen.add(name)
-        yield name, tensor.detach()
-
-
-def _batches(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Group the tensors, in order, into shards of at most `max_bytes` (a larger tensor gets a shard of its own)."""
-    batch, nbytes = {}, 0
-    for name, tensor in _checked(tensors):
-        if batch and nbytes + tensor.nbytes > max_bytes:
-            yield batch
-            batch, nbytes = {}, 0
-        batch[name] = tensor
-        nbytes += tensor.nbytes
-    yield batch
-
-
-def _write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write one new file, laid out so that the tensors can be used where they lie when it is mapped.
-
-    The header is padded to ALIGNMENT; tensors that keep the next one aligned come first, then the others, wide dtypes first.
-    """
-    ordered = sorted(tensors.items(), key=lambda item: (item[1].nbytes % ALIGNMENT != 0, -item[1].dtype.itemsize))
-    header: dict[str, dict] = {"__metadata__": {"format": "pt", **(metadata or {})}}  # transformers insists on the format
-    at = 0
-    for name, tensor in ordered:
-        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + tensor.nbytes]}
-        at += tensor.nbytes
-    raw = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    raw += b" " * (-(8 + len(raw)) % ALIGNMENT)
-    with open(path, "xb") as file:
-        file.write(len(raw).to_bytes(8, "little") + raw)
-        for _, tensor in ordered:
-            if tensor.nbytes:
-                file.write(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
-        _flush(file)
-
-
-def _flush(file) -> None:
-    """Force a file to the disk. Some file systems notice only now that they are full: better before the rename than after."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _move_into_place(folder: Path, staged: dict[str, Path], stale: list[str], token: str) -> None:
-    """Give every staged file its final name and drop what it replaces and the `stale` files; on an error, undo all of it."""
-    moves = []
-    asides = [(folder / name, folder / f".{name}.{token}.old") for name in [*staged, *stale] if os.path.lexists(folder / name)]
-    try:
-        for source, target in [*asides, *((temporary, folder / name) for name, temporary in staged.items())]:
-            if source.is_dir() and not source.is_symlink():
-                raise IsADirectoryError(errno.EISDIR, f"{source.name} is a folder")
-            os.replace(source, target)
-            moves.append((source, target))
-    except BaseException:
-        for source, target in reversed(moves):
-            os.replace(target, source)
-        raise
-    for _, aside in asides:
-        aside.unlink()
-
-
-def _write_problem(path: Path, problem: OSError) -> str:
-    if problem.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)):
-        return f"{path}: no space left on the disk to write it; nothing was changed. Free some space, or choose another disk"
-    return f"{path}: cannot be written: {problem.strerror or _one_line(problem)}; nothing was changed"
-
-
-def _to_json(value: dict) -> bytes:
-    try:
-        return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
-    except (TypeError, ValueError, RecursionError) as problem:
-        raise CheckpointError(f"cannot be written as JSON: {_one_line(problem)}") from None
-
-
-def _checked_extra_files(files: Mapping[str, str | bytes]) -> dict[str, bytes]:
-    contents = {}
-    for name, data in files.items():
-        reserved = name == "config.json" or name.endswith((".safetensors", ".safetensors.index.json"))
-        if not re.fullmatch(r"\w[\w.-]*", name) or reserved:
-            raise CheckpointError(f"{_quote(name)} cannot be an extra file: not a plain name, or one the checkpoint uses")
-        if isinstance(data, str) and not _is_unicode(data):
-            raise CheckpointError(f"extra file {name}: holds half a surrogate pair, which is no text")
-        contents[name] = data.encode() if isinstance(data, str) else bytes(data)
-    return contents
-
-
-# ---- strict JSON and messages --------------------------------------------------------------------------------------------------
-
-
-def read_json(path: str | os.PathLike, error: type[Exception] = CheckpointError) -> dict:
-    """Read a JSON file that holds an object. Raises `error` with one line about whatever is wrong with it.
-
-    Stricter than the json module, because the file may come from anywhere: UTF-8 only, no key twice in an object, no NaN or
-    infinity, at most MAX_JSON_BYTES long and MAX_JSON_DEPTH deep.
-    """
-    path = Path(path)
-    with _open_regular(path, error) as file:
-        try:
-            raw = file.read(MAX_JSON_BYTES + 1)
-        except OSError as problem:
-            raise error(f"{path}: cannot be read: {problem.strerror}") from None
-    if len(raw) > MAX_JSON_BYTES:
-        raise error(f"{path}: larger than {MAX_JSON_BYTES} bytes, too large for a JSON file of a model")
-    _refuse_lfs_pointer(path, raw, error)
-    return _strict_json(raw, str(path), error)
-
-
-def _strict_json(raw: bytes, where: str, error: type[Exception]) -> dict:
-    def unique(pairs: list[tuple[str, object]]) -> dict:
-        value = dict(pairs)
-        if len(value) < len(pairs):
-            for key, _ in pairs:
-                if value.pop(key, refuse) is refuse:  # gone already
-                    raise ValueError(f"the key {_quote(key)} occurs twice in one object")
-        return value
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is not a JSON number")
-
-    def finite(digits: str) -> float:
-        return value if math.isfinite(value := float(digits)) else refuse(digits[:40])
-
-    try:
-        text = raw.decode()
-        value = json.loads(text, object_pairs_hook=unique, parse_constant=refuse, parse_float=finite)
-    except UnicodeDecodeError as problem:
-        raise error(f"{where}: not UTF-8 text ({problem.reason} at byte {problem.start})") from None
-    except RecursionError:
-        raise error(f"{where}: nested too deep") from None
-    except ValueError as problem:  # JSONDecodeError, our own, and integers with thousands of digits
-        raise error(f"{where}: not valid JSON: {problem}") from None
-    if not isinstance(value, dict):
-        raise error(f"{where}: must hold a JSON object, not {type(value).__name__}")
-    if _depth_exceeds(value, MAX_JSON_DEPTH):
-        raise error(f"{where}: nested too deep")
-    # Half of a surrogate pair can be written as an escape, but it is no character: printing or encoding it would fail later.
-    if re.search(r"\\u[dD][89a-fA-F]", text) and not _is_unicode(json.dumps(value, ensure_ascii=False)):
-        raise error(f"{where}: holds half a surrogate pair, which is no text")
-    return value
-
-
-def _depth_exceeds(value: dict, limit: int) -> bool:
-    """True if lists and objects are nested more than `limit` deep. Level by level, so that depth costs no recursion."""
-    level: list = [value]
-    for _ in range(limit):
-        level = [child for parent in level for child in (parent.values() if isinstance(parent, dict) else parent)
-                 if isinstance(child, (dict, list))]
-        if not level:
-            return False
-    return True
-
-
-def _open_regular(path: Path, error: type[Exception]):
-    """Open a regular file for reading, or raise `error` with the reason. Pipes and devices are refused before they can block."""
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise error(f"{path}: not a regular file")
-        return open(path, "rb")
-    except FileNotFoundError:
-        if os.path.islink(path):
-            raise error(f"{path}: a link to {os.readlink(path)}, which does not exist; download it again") from None
-        raise error(f"{path}: no such file") from None
-    except OSError as problem:
-        raise error(f"{path}: cannot be read: {problem.strerror}") from None
-
-
-def _refuse_lfs_pointer(path: Path, start: bytes, error: type[Exception]) -> None:
-    if start.startswith(b"version https://git-lfs"):
-        raise error(f"{path}: a Git LFS pointer, not the file itself; run `git lfs pull` in its folder, or download the file")
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-        return True
-    except UnicodeEncodeError:
-        return False
-
-
-def _listing(items: Iterable[str], limit: int = 10) -> str:
-    items = list(items)
-    return ", ".join(items[:limit]) + (f", ... and {len(items) - limit} more" if len(items) > limit else "")
-
-
-def _quote(value: object, limit: int = 200) -> str:
-    """A value from a file, safe to print: quoted, with control characters escaped, not too long."""
-    text = ascii(value) if isinstance(value, str) and not _is_unicode(value) else repr(value)
-    return text if len(text) <= limit else text[:limit] + "..."
-
-
-def _shape(shape: Iterable[int]) -> str:
-    return str(list(shape))
-
-
-def _one_line(problem: BaseException) -> str:
-    return f"{type(problem).__name__}: {problem}".splitlines()[0][:300] if str(problem) else type(problem).__name__
+                raise CheckpointError(f"tensor {quote(name)} says that the weights are quantised ({method}); {advice}")

@@ -20,9 +20,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .checkpoint import read_json, resolve_checkpoint
+from .checkpoint import resolve_checkpoint
 from .config import DTYPES, read_config
 from .errors import CheckpointError, MinipopError, PlanError, PromptError
+from .files import read_json
 from .models import load_model
 from .plan import PrefillPlan, parse_layers
 from .processing import Processor, load_processor

@@ -17,8 +17,6 @@ import argparse
 import inspect
 import json
 import math
-import os
-import secrets
 import sys
 import tempfile
 from collections import defaultdict
@@ -32,10 +30,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import read_json, resolve_checkpoint
+from .checkpoint import resolve_checkpoint
 from .cli import Parser, add_plan_arguments, check_device, clean_text, plan_from, run
 from .config import DTYPES, ModelConfig
 from .errors import CheckpointError, MinipopError, PlanError, PromptError
+from .files import read_json, write_text
 from .inputs import ModelInputs
 from .models import load_model
 from .plan import PrefillPlan
@@ -631,22 +630,11 @@ def _compare(args: argparse.Namespace) -> Report:
         return compare(model, reference, inputs, plan, args.max_new_tokens, args.tolerance, decode)
 
 
-def _write_json(path: Path, report: Report) -> None:
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        temporary.write_text(json.dumps(report.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as problem:
-        raise MinipopError(f"{path}: cannot be written: {problem.strerror}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def _command(args: argparse.Namespace) -> int:
     report = _compare(args)
     print(report)
     if args.json is not None:
-        _write_json(Path(args.json), report)
+        write_text(args.json, json.dumps(report.to_dict(), indent=1, allow_nan=False) + "\n")
     return 0 if report.passed else 1
 
 

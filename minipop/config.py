@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from .checkpoint import read_json
 from .errors import ConfigError
+from .files import read_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")

@@ -35,10 +35,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from .checkpoint import _strict_json as parse_json
 from .cli import (DEFAULT_SEQ_LEN, Parser, add_model_arguments, add_plan_arguments, add_sampling_arguments, load_from, plan_from,
                   positive, run, runner_from, sampling_from)
 from .errors import MinipopError, PromptError
+from .files import parse_json
 from .inputs import Batch, ModelInputs
 from .plan import PrefillPlan
 from .processing import IMAGE_KEYS, Processor, split_images

@@ -8,9 +8,7 @@ matrix products and attention of the text decoder. A vision tower is counted in 
 
 import argparse
 import json
-import os
 import re
-import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,13 +16,13 @@ from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 
-import torch
 
 from . import costs
-from .checkpoint import Checkpoint, detect_quantization, read_json, resolve_checkpoint
+from .checkpoint import Checkpoint, detect_quantization, resolve_checkpoint
 from .cli import Parser, run, show_bytes
 from .config import DTYPES, ModelConfig, RopeConfig, VisionConfig, read_config
-from .errors import CheckpointError, MinipopError, PromptError
+from .errors import CheckpointError, PromptError
+from .files import read_json, write_text
 from .models import IGNORED, build_model, pick_dtype
 from .models.names import Sources
 from .plan import PrefillPlan, format_layers
@@ -55,7 +53,7 @@ def _inspect(args: argparse.Namespace) -> int:
     report = inspect_checkpoint(args.ckpt, lengths, [ratio.strip() for ratio in args.ratios.split(",")], args.dtype)
     print(to_text(report))
     if args.json is not None:
-        _write_json(Path(args.json), report)
+        write_text(args.json, json.dumps(report, indent=1, allow_nan=False) + "\n")
     return 0
 
 
@@ -258,17 +256,6 @@ def _operations(flops: int) -> str:
         if flops >= size:
             return f"{flops / size:.4g} {unit}"
     return f"{flops / 1e6:.4g} MFLOP"
-
-
-def _write_json(path: Path, report: dict) -> None:
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        temporary.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as problem:
-        raise MinipopError(f"{path}: cannot be written: {problem.strerror}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

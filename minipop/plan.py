@@ -8,8 +8,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Iterable
 
-from .checkpoint import read_json
 from .errors import PlanError
+from .files import read_json, write_text
 
 MAX_LAYER = 10_000  # no model is that deep; a range beyond it is a slip of the keyboard
 
@@ -84,13 +84,7 @@ class PrefillPlan:
         path = Path(path)
         values = {"num_layers": self.num_layers, "skip": sorted(self.skip), "project_kv": self.project_kv,
                   "split_boundary": self.split_boundary, "kv": self.kv}
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            temporary.write_text(json.dumps(values) + "\n", encoding="utf-8")
-            os.replace(temporary, path)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise PlanError(f"cannot write plan file {path}: {error.strerror}") from None
+        write_text(path, json.dumps(values) + "\n", PlanError)
 
     @classmethod
     def load(cls, path: str | Path) -> "PrefillPlan":

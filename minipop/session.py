@@ -11,7 +11,6 @@ plan (arXiv 2602.03295) rows stay as they were made: those of questions by the p
 
 import json
 import os
-import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -20,8 +19,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import read_json
 from .errors import MinipopError, PlanError, PromptError
+from .files import read_json, write_text
 from .inputs import ModelInputs, place_images
 from .plan import PrefillPlan
 from .processing import Processor, load_image
@@ -280,14 +279,7 @@ class ChatSession:
         plan = {**asdict(self.runner.plan), "skip": sorted(self.runner.plan.skip)}
         values = {SAVED_MARK: 1, "system": self.system, "plan": plan, "sampling": asdict(self.sampling),
                   "messages": [{**message, "content": _to_json(message["content"])} for message in self._turns(self.exchanges)]}
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-        try:
-            temporary.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-            os.replace(temporary, path)
-        except OSError as problem:
-            raise MinipopError(f"{path}: cannot be written: {problem.strerror}") from None
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_text(path, json.dumps(values, indent=1) + "\n")
 
     def load(self, path: str | Path) -> None:
         """Go on with a saved conversation, its plan and its sampling. Raises, and changes nothing, if the file is not one.

@@ -7,7 +7,8 @@ import torch
 import transformers
 
 from minipop import ModelInputs, Runner, SamplingParams, load_model
-from minipop.checkpoint import Checkpoint, save_checkpoint
+from minipop.checkpoint import Checkpoint
+from minipop.saving import save_checkpoint
 from minipop.compare import FAMILIES, compare, load_reference, random_inputs, random_pair, random_reference
 
 __all__ = ["FAMILIES", "TEXT_FAMILIES", "check", "compare", "edit_config", "gap", "image_prompt", "load_reference", "our_answer",

@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 import minipop
 from minipop import ModelInputs, PrefillPlan, Runner, SamplingParams
 from minipop import chat
-from minipop.checkpoint import save_checkpoint
+from minipop.saving import save_checkpoint
 from minipop.errors import CheckpointError, ImageError, MinipopError, PlanError, PromptError, TokenizerError
 from minipop.session import ChatSession, StopStrings, shared_prefix
 from tests.tiny import close, tiny_model

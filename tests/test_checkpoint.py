@@ -18,17 +18,17 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from minipop import checkpoint as module
+from minipop import files
 from minipop.checkpoint import (
     DTYPES,
     Checkpoint,
     detect_quantization,
     load_parameters,
-    read_json,
     resolve_checkpoint,
-    save_checkpoint,
-    save_tensors,
 )
 from minipop.errors import CheckpointError, ConfigError, MinipopError
+from minipop.files import read_json
+from minipop.saving import save_checkpoint, save_tensors
 
 
 @contextlib.contextmanager
@@ -243,7 +243,7 @@ def test_unreadable_file_and_folder(tmp_path, monkeypatch):
         raise PermissionError(errno.EACCES, "Permission denied")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "open", denied, raising=False)
+        patch.setattr(files, "open", denied, raising=False)
         with fails("model.safetensors", "cannot be read", "Permission denied"):
             Checkpoint.open(tmp_path)
         with fails("config.json", "no such file"):
@@ -934,7 +934,7 @@ def test_read_json_of_what_is_no_file(tmp_path, monkeypatch):
     (tmp_path / "c.json").symlink_to("gone")
     with fails("c.json", "link to gone"):
         read_json(tmp_path / "c.json")
-    monkeypatch.setattr(module, "MAX_JSON_BYTES", 10)
+    monkeypatch.setattr(files, "MAX_JSON_BYTES", 10)
     (tmp_path / "big.json").write_text('{"a": 12345}')
     with fails("big.json", "larger than 10 bytes"):
         read_json(tmp_path / "big.json")

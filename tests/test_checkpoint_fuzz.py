@@ -10,7 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minipop.checkpoint import DTYPES, MAX_JSON_DEPTH, Checkpoint, read_json, save_tensors
+from minipop.checkpoint import DTYPES, Checkpoint
+from minipop.files import MAX_JSON_DEPTH, read_json
+from minipop.saving import save_tensors
 from minipop.errors import CheckpointError
 
 BOUNDED = settings(max_examples=100, deadline=None, derandomize=True, database=None)

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 import minipop
 from minipop import PrefillPlan, Runner, SamplingParams, generate
 from tests.test_inspect import save_tiny
-from tests.tiny import CONFIGS, random_ids, tiny_model
+from tests.tiny import random_ids, tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCAB = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>",

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from minipop import PrefillPlan, Runner, inspect
-from minipop.checkpoint import Checkpoint, save_checkpoint
+from minipop.checkpoint import Checkpoint
+from minipop.saving import save_checkpoint
 from minipop.errors import CheckpointError, ConfigError, PlanError, PromptError
 from tests.tiny import CONFIGS, tiny_config, tiny_model
 

@@ -57,7 +57,7 @@ def test_save_and_load(tmp_path):
     plan.save(tmp_path / "plan.json")
     assert PrefillPlan.load(tmp_path / "plan.json") == plan
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
-    with pytest.raises(PlanError, match="cannot write"):
+    with pytest.raises(PlanError, match="cannot be written"):
         plan.save(tmp_path / "nowhere" / "plan.json")
 
 

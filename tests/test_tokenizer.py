@@ -9,7 +9,7 @@ import pytest
 import sentencepiece
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from minipop.errors import TokenizerError
 from minipop.tokenizer import has_tokenizer, load_tokenizer
@@ -558,6 +558,7 @@ def test_content_in_parts(pair):
         ours, reference = pair(name)
         for parts in (
             [{"type": "text", "text": " one "}, {"type": "text", "text": "two"}],
+            [{"type": "text", "text": "a <"}, {"type": "text", "text": "b>bold</"}, {"type": "text", "text": "b>"}],
             [{"type": "image"}, {"type": "text", "text": "What <is it?"}],
             [
                 {"type": "text", "text": "a"},
@@ -725,6 +726,14 @@ def test_system_messages(pair, tmp_path):
             ours.apply_chat_template(chat)
 
 
+def test_a_refusal_for_another_reason_is_not_taken_for_one_of_system_messages(base, tmp_path):
+    template = "{% if messages[0].content == 'No.' %}{{ raise_exception('be polite') }}{% endif %}{{ messages[0].content }}"
+    ours = load_tokenizer(swap_template(base, tmp_path / "checkpoint", template))
+    assert ours.render_chat([{"role": "system", "content": "Yes."}, *user("x")]) == "Yes."
+    with pytest.raises(TokenizerError, match="be polite"):
+        ours.render_chat([{"role": "system", "content": "No."}, *user("x")])
+
+
 def test_no_template(pair):
     ours, _ = pair("llama2")
     with pytest.raises(TokenizerError, match="no chat template"):
@@ -871,6 +880,15 @@ def test_sentencepiece_models(tmp_path, model_type, tokenizer_class):
         if not text.startswith((" ", "▁")) and "<user>" not in text:
             assert ours.encode(text) == [1, *processor.encode(text)], text
     assert ours.token_to_id("<user>") in ours.encode("the <user> x") and ours.bos_token_id == 1
+
+
+def test_llama_3_can_name_the_class_of_llama_2(tmp_path):
+    folder = llama3(tmp_path / "checkpoint")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": "LlamaTokenizerFast"}))
+    ours, reference = load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    for text in TEXTS:
+        assert ours.encode(text) == reference(text)["input_ids"] and ours.decode(ours.encode(text)) == text
 
 
 def test_sentencepiece_families_have_a_bos_unless_told_otherwise(tmp_path):

@@ -6,9 +6,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..checkpoint import Checkpoint, detect_quantization, load_parameters, read_json, resolve_checkpoint
+from ..checkpoint import Checkpoint, detect_quantization, load_parameters, resolve_checkpoint
 from ..config import DTYPES, ModelConfig, read_config
 from ..errors import ConfigError
+from ..files import read_json
 from ..tokenizer import has_tokenizer, load_tokenizer
 from .decoder import Decoder
 from .gemma import Gemma, check_dtype

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..checkpoint import read_json
 from ..errors import ConfigError
+from ..files import read_json
 
 
 @dataclass(frozen=True)

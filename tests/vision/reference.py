@@ -2,7 +2,8 @@
 
 import torch
 
-from minipop.checkpoint import Checkpoint, load_parameters, save_tensors
+from minipop.checkpoint import Checkpoint, load_parameters
+from minipop.saving import save_tensors
 
 
 def randomise(module, seed=0):
