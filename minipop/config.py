@@ -207,12 +207,15 @@ def _layer_windows(text: "_Fields", family: Family, num_layers: int) -> tuple[in
     """Sliding window of each layer, None where a layer attends to everything."""
     if family.windows == "none":
         return (None,) * num_layers
-    if family.windows == "all":  # Mistral: null switches it off, an absent key means 4096
-        window = None if "sliding_window" in text.values and text.get("sliding_window") is None else text.count("sliding_window", 4096)
+    # An absent key means 4096; a null one switches sliding off (Mistral, Qwen).
+    switched_off = "sliding_window" in text.values and text.get("sliding_window") is None and not family.gemma
+    window = None if switched_off else text.count("sliding_window", 4096)
+    if family.windows == "all":
         return (window,) * num_layers
     types = text.get("layer_types")
     if types is not None:
-        if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
+        if not isinstance(types, list) or len(types) != num_layers or any(
+                kind not in ("full_attention", "sliding_attention") for kind in types):
             raise ConfigError(f"{text.where}: layer_types must list {num_layers} times full_attention or sliding_attention")
         slides = [kind == "sliding_attention" for kind in types]
     elif family.windows == "late":
@@ -225,7 +228,6 @@ def _layer_windows(text: "_Fields", family: Family, num_layers: int) -> tuple[in
         return (None,) * num_layers
     if family.windows == "late" and not text.flag("use_sliding_window", False):
         raise ConfigError(f"{text.where}: layer_types has sliding layers but use_sliding_window is false")
-    window = text.count("sliding_window", 4096)
     return tuple(window if s else None for s in slides)
 
 
@@ -395,7 +397,7 @@ class _Fields:
         return self._typed(key, default, lambda v: type(v) is int and 0 <= v <= 2**31, "a whole number, zero or more")
 
     def number(self, key: str, default=REQUIRED) -> float | None:
-        value = self._typed(key, default, lambda v: type(v) in (int, float) and math.isfinite(v) and 0 < v < 1e30,
+        value = self._typed(key, default, lambda v: type(v) in (int, float) and 0 < v < 1e30,
                             "a positive finite number")
         return None if value is None else float(value)
 

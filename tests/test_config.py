@@ -201,7 +201,6 @@ def test_windows(tmp_path, family, fields, windows):
     assert read(tmp_path, base(family) | fields).layer_windows == windows
 
 
-@pytest.mark.xfail(reason="a null window is read as 4096; the reference then lets no layer slide", strict=True)
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_a_null_window_switches_sliding_off(tmp_path, family):
     fields = {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}
@@ -271,7 +270,6 @@ def test_numbers_must_be_positive_and_finite(tmp_path, field, value):
     assert field in message and "positive finite number" in message
 
 
-@pytest.mark.xfail(reason="math.isfinite of an integer beyond float64 raises OverflowError", raises=OverflowError, strict=True)
 @pytest.mark.parametrize("field", ["rms_norm_eps", "rope_theta"])
 def test_whole_numbers_beyond_any_float(tmp_path, field):
     assert field in refusal(tmp_path, LLAMA | {field: 10**400})
@@ -346,7 +344,6 @@ def test_mistakes_of_text_configs(tmp_path, family, fields, words):
     assert "config.json" in message and all(word in message for word in words), message
 
 
-@pytest.mark.xfail(reason="set() of unhashable entries raises TypeError", raises=TypeError, strict=True)
 @pytest.mark.parametrize("entry", [["full_attention"], {}], ids=str)
 def test_layer_types_of_something_else(tmp_path, entry):
     assert "layer_types" in refusal(tmp_path, base("gemma3_text") | {"layer_types": [entry] * 4})
