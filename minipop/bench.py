@@ -25,6 +25,7 @@ from .cli import Parser, run
 from .errors import MinipopError, PromptError
 from .files import write_text
 from .models import load_model
+from .packing import pack
 from .plan import PrefillPlan
 from .runner import Runner
 
@@ -167,6 +168,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", help="float32, bfloat16, ... (default: the checkpoint's)")
     p.add_argument("--device", default="cpu")
     p.add_argument("--threads", type=int, help="CPU threads")
+    p.add_argument("--plain", action="store_true", help="leave the weights as they are in the file: no packing for the CPU's kernels")
     p.add_argument("--json", metavar="FILE", help="write every repeat")
     p.add_argument("--figure", metavar="FILE", help="draw the speed-ups (needs matplotlib: the plot extra)")
     return p
@@ -195,6 +197,9 @@ def main(argv: list[str] | None = None) -> int:
     begin = time.perf_counter()
     model = load_model(args.ckpt, dtype=args.dtype, device=args.device)
     load_seconds, load_memory = time.perf_counter() - begin, peak_memory() - before
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    if not args.plain:
+        pack(model)
     dtype, device = model.embedding.weight.dtype, model.embedding.weight.device
     plans = {"full": PrefillPlan.full(model.config.num_layers)}
     for ratio in args.ratios.split(","):
@@ -204,7 +209,6 @@ def main(argv: list[str] | None = None) -> int:
         plans[Path(args.plan).stem] = PrefillPlan.load(args.plan)
     reference = load_reference(args.ckpt, dtype, device) if args.against else None
     rates = machine_rates(dtype, device)
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
 
     print(f"{args.ckpt}  {str(dtype).removeprefix('torch.')}  {device}  {torch.get_num_threads()} threads  "
           f"torch {torch.__version__}  {platform.processor() or platform.machine()}")

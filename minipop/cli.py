@@ -25,6 +25,7 @@ from .config import DTYPES, read_config
 from .errors import CheckpointError, MinipopError, PlanError, PromptError
 from .files import read_json
 from .models import load_model
+from .packing import pack
 from .plan import PrefillPlan, parse_layers
 from .processing import Processor, load_processor
 from .runner import Runner
@@ -154,7 +155,7 @@ def load_from(args: argparse.Namespace) -> tuple[Path, nn.Module, Tokenizer, Pro
     folder = resolve_checkpoint(args.ckpt)
     processor = None if read_config(folder).vision is None else load_processor(folder)
     tokenizer = load_tokenizer(folder) if processor is None else processor.tokenizer  # first: it is the quicker one to fail
-    return folder, load_model(folder, args.dtype, args.device), tokenizer, processor
+    return folder, pack(load_model(folder, args.dtype, args.device)), tokenizer, processor
 
 
 def check_device(name: str) -> None:

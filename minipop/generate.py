@@ -40,6 +40,7 @@ from .cli import (DEFAULT_SEQ_LEN, Parser, add_model_arguments, add_plan_argumen
 from .errors import MinipopError, PromptError
 from .files import parse_json
 from .inputs import Batch, ModelInputs
+from .packing import plain_weights
 from .plan import PrefillPlan
 from .processing import IMAGE_KEYS, Processor, split_images
 from .runner import Runner
@@ -303,7 +304,7 @@ def open_output(path: str, kept: int = 0):
 
 def settings_digest(model: nn.Module, plan: PrefillPlan, params: SamplingParams, logprobs: bool) -> str:
     """Stands for all that decides about an answer beside its prompt. Weights count by a few values of each tensor."""
-    weights = [(name, p.flatten()[:: max(1, p.numel() // 8)].float().tolist()) for name, p in model.named_parameters()]
+    weights = [(name, p.flatten()[:: max(1, p.numel() // 8)].float().tolist()) for name, p in plain_weights(model)]
     dtype, skipping = str(model.embedding.weight.dtype), {**asdict(plan), "skip": sorted(plan.skip)}
     return _digest([dtype, weights, skipping, asdict(params), logprobs])
 

@@ -12,12 +12,15 @@ are rounded once more).
 Shapes: L' skipped layers, B batch, N tokens, D hidden, K kv heads, E head_dim.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .cache import CachePass
 from .layers import Rope, rotate
+from .packing import PackedLinear, is_packed
 from .plan import PrefillPlan
 
 
@@ -35,15 +38,16 @@ class StackedKV:
             qkv, width = layer.attn.qkv, layer.attn.q_width
             weights.append((qkv.weight[width:].float() * layer.input_norm.scale().float()).to(qkv.weight.dtype))
             biases.append(None if qkv.bias is None else qkv.bias[width:])
-        self.weight = torch.cat(weights)  # [L' * 2K * E, D]
-        self.bias = None if biases[0] is None else torch.cat(biases)
+        weight = torch.cat(weights)  # [L' * 2K * E, D]
+        bias = None if biases[0] is None else torch.cat(biases)
+        self.project = PackedLinear(weight, bias) if is_packed(model) else partial(F.linear, weight=weight, bias=bias)
         norms = [layer.attn.k_norm for layer in layers]
         self.k_scale = None if norms[0] is None else torch.stack([n.weight for n in norms])[:, None, None, None]  # [L', 1, 1, 1, E]
 
     def write(self, x: Tensor, rope: list[Rope], kv: CachePass) -> None:
         """Write the K/V rows of x [B, N, D] in all L' layers."""
         normed = self.first.input_norm.normalise(x).to(x.dtype)
-        rows = F.linear(normed, self.weight, self.bias).unflatten(-1, self.shape)  # [B, N, L', 2, K, E]
+        rows = self.project(normed).unflatten(-1, self.shape)  # [B, N, L', 2, K, E]
         k, v = rows.permute(3, 2, 0, 4, 1, 5)  # each [L', B, K, N, E]
         if self.k_scale is not None:
             k = self.first.attn.k_norm.apply_weight(k, self.k_scale)
