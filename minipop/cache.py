@@ -98,11 +98,12 @@ class KVCache:
         return int(self.lengths.max())
 
     def begin(self, span: Span) -> "CachePass":
-        """Start a pass that appends the span's tokens to rows 0 .. active-1."""
+        """Start a pass that appends the span's tokens to the first rows, as many as it has."""
         return CachePass(self, span)
 
     def commit(self, counts: Tensor) -> None:
-        """Count the tokens of finished passes as present: counts LongTensor [active]."""
+        """Count the tokens of finished passes as present: counts LongTensor [B]; those rows are the active ones from now on."""
+        self.active = len(counts)
         self.lengths[: self.active] += counts
 
     def rewind(self, n: int) -> None:
@@ -128,12 +129,12 @@ class CachePass:
 
     def __init__(self, cache: KVCache, span: Span):
         self.cache, self.span = cache, span
-        self.total = span.stop
+        self.total, self.batch = span.stop, len(span.starts)
         self._masks: dict = {}
         device = cache.keys.device
         if span.uniform:
             start = int(span.starts[0])
-            self._where = (slice(0, cache.active), slice(None), slice(start, start + span.width))
+            self._where = (slice(0, self.batch), slice(None), slice(start, start + span.width))
             self._real = None
         else:  # only real tokens are written: padding must not overwrite, nor run past the end
             rows, tokens = span.real().nonzero(as_tuple=True)
@@ -142,12 +143,11 @@ class CachePass:
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k, v [B, K, N, E] go to their columns; returns all rows so far, [B, K, T, E] views of the cache."""
-        active = self.cache.active
         for store, new in ((self.cache.keys[layer], k), (self.cache.values[layer], v)):
             store[self._where] = new if self._real is None else new.transpose(1, 2)[self._real]
         if self.cache.hidden is not None:
             self._set_hidden(layer, False)
-        return self.cache.keys[layer, :active, :, : self.total], self.cache.values[layer, :active, :, : self.total]
+        return self.cache.keys[layer, : self.batch, :, : self.total], self.cache.values[layer, : self.batch, :, : self.total]
 
     def write_stacked(self, first: int, k: Tensor, v: Tensor) -> None:
         """The rows of layers first .. first + L' - 1 at once: k, v [L', B, K, N, E]."""
@@ -174,7 +174,7 @@ class CachePass:
         hidden = self.cache.hidden
         key = window if hidden is None else (layer, window)
         if key not in self._masks:
-            rows = None if hidden is None else hidden[layer, : self.cache.active, : self.total]
+            rows = None if hidden is None else hidden[layer, : self.batch, : self.total]
             self._masks[key] = visibility(self.span, window, rows, self.cache.keys.device)
         return self._masks[key]
 

@@ -16,6 +16,7 @@ from .errors import ConfigError
 from .files import read_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+MAX_LAYERS = 1000  # modules are built layer by layer before the weights are looked at
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 
 
@@ -151,7 +152,7 @@ def read_config(folder: str | Path) -> ModelConfig:
 
     hidden_size = text.count("hidden_size", 2304 if family_name == "gemma3" else None)
     num_heads = text.count("num_attention_heads", 8 if family_name == "gemma3" else None)
-    num_layers = text.count("num_hidden_layers", 26 if family_name == "gemma3" else None)
+    num_layers = text.count("num_hidden_layers", 26 if family_name == "gemma3" else None, most=MAX_LAYERS)
     num_kv_heads = text.count("num_key_value_heads", family.num_kv_heads or num_heads)
     if num_heads % num_kv_heads:
         raise ConfigError(f"{path}: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}")
@@ -336,7 +337,7 @@ def _vision(top: "_Fields", family: Family, hidden_size: int) -> VisionConfig | 
     v = top.nested("vision_config")
     if family.vision == "siglip":
         config = VisionConfig(
-            kind="siglip", depth=v.count("num_hidden_layers", 12), hidden_size=v.count("hidden_size", 768),
+            kind="siglip", depth=v.count("num_hidden_layers", 12, most=MAX_LAYERS), hidden_size=v.count("hidden_size", 768),
             intermediate_size=v.count("intermediate_size", 3072), num_heads=v.count("num_attention_heads", 12),
             patch_size=v.count("patch_size", 16), in_channels=v.count("num_channels", 3), out_hidden_size=hidden_size,
             hidden_act=v.text("hidden_act", "gelu_pytorch_tanh"), layer_norm_eps=v.number("layer_norm_eps", 1e-6),
@@ -347,7 +348,7 @@ def _vision(top: "_Fields", family: Family, hidden_size: int) -> VisionConfig | 
                               f"divides {side}, the patches on an image's side")
     else:
         config = VisionConfig(
-            kind="qwen3_vl", depth=v.count("depth", 27), hidden_size=v.count("hidden_size", 1152),
+            kind="qwen3_vl", depth=v.count("depth", 27, most=MAX_LAYERS), hidden_size=v.count("hidden_size", 1152),
             intermediate_size=v.count("intermediate_size", 4304), num_heads=v.count("num_heads", 16),
             patch_size=v.count("patch_size", 16), in_channels=v.count("in_channels", 3),
             out_hidden_size=v.count("out_hidden_size", 3584), hidden_act=v.text("hidden_act", "gelu_pytorch_tanh"),
@@ -389,9 +390,12 @@ class _Fields:
             raise ConfigError(f"{self.where}: {key} must be {what}, not {shown}")
         return value
 
-    def count(self, key: str, default: int | None = None) -> int:
-        """A size: 1 to 2**31. No default = required."""
-        return self._typed(key, default, lambda v: type(v) is int and 0 < v <= 2**31, "a positive whole number")
+    def count(self, key: str, default: int | None = None, most: int = 2**31) -> int:
+        """A size: 1 to `most`. No default = required."""
+        value = self._typed(key, default, lambda v: type(v) is int and 0 < v <= 2**31, "a positive whole number")
+        if value > most:
+            raise ConfigError(f"{self.where}: {key} {value} is more than any model has (at most {most})")
+        return value
 
     def integer(self, key: str, default: int) -> int:
         return self._typed(key, default, lambda v: type(v) is int and 0 <= v <= 2**31, "a whole number, zero or more")

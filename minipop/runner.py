@@ -103,7 +103,6 @@ class Runner:
         self._check_room(starts, batch.counts)
         positions, following = self.model.positions(batch, starts + self._deltas(active))
         prompt = _Prompt(self, batch, starts, positions)
-        self.cache.active = active
 
         # Long prompts: all but the last chunk go through the pruned model, whatever form the end of the prompt takes.
         boundary_counts = boundary_lengths(batch, prompt.blocks)
@@ -147,21 +146,16 @@ class Runner:
     @torch.no_grad()
     def decode(self, token_ids) -> Tensor:
         """One full-model step: token_ids LongTensor [B] -> float32 [B, vocab]."""
-        ids = torch.as_tensor(token_ids).reshape(-1, 1)
-        return self.extend(ids)[:, 0]
+        return self.extend(as_token_ids(token_ids).reshape(-1, 1))[:, 0]
 
     @torch.no_grad()
     def extend(self, token_ids) -> Tensor:
         """n tokens through the full model at once: LongTensor [B, n] -> float32 [B, n, vocab]; equals n decode steps."""
-        try:
-            ids = torch.as_tensor(token_ids)
-        except (TypeError, ValueError, RuntimeError):
-            raise PromptError("extend takes a rectangle of token ids, LongTensor [B, n]") from None
-        if ids.dim() != 2 or ids.shape[0] != self.cache.active or ids.is_floating_point() or ids.dtype == torch.bool:
+        ids = as_token_ids(token_ids)
+        if ids.dim() != 2 or ids.shape[0] != self.cache.active:
             raise PromptError(f"this cache takes token ids [{self.cache.active}, n], not {list(ids.shape)} {ids.dtype}")
         if ids.shape[1] == 0:
             raise PromptError("no token ids to run")
-        ids = ids.long().cpu()
         check_token_ids(ids, self.model.config)
         starts = self.cache.lengths[: self.cache.active].clone()
         counts = torch.full_like(starts, ids.shape[1])
@@ -408,6 +402,17 @@ class _Part:
         span = Span(self.span.starts + first, counts, int(counts.max()), blocks)
         return _Part(self.runner, span, gather(self.x, first, counts), gather(self.positions, first, counts),
                      tuple(gather(rows, first, counts) for rows in self.deepstack))
+
+
+def as_token_ids(values) -> Tensor:
+    """A tensor or a rectangle of lists -> LongTensor on the CPU. Raises PromptError for anything but whole numbers."""
+    try:
+        ids = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise PromptError("token ids must be whole numbers, in a tensor or a rectangle of lists") from None
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise PromptError(f"token ids must be whole numbers, not {ids.dtype}")
+    return ids.long().cpu()
 
 
 def gather(x: Tensor, first: Tensor, counts: Tensor) -> Tensor:

@@ -94,20 +94,21 @@ HOSTILE = {
     "{% endfor %}{{ n.x }}",
     "doubling dict()": "{% set n = namespace(x={}) %}{% for a in range(99) %}{% set n.x = dict(a=n.x, b=n.x) %}"
     "{% endfor %}{{ n.x }}",
-    "doubling varargs": "{% set n = namespace(x=1) %}{% macro m() %}{% set n.x = varargs %}{% endmacro %}{% for a in range(99) %}"
-    "{{ m(n.x, n.x) }}{% endfor %}{{ n.x == (n.x, 1) }}",
+    "doubling varargs": "{% set n = namespace(x=1, y=1) %}{% macro m() %}{% set n.x = varargs %}{% endmacro %}"
+    "{% macro k() %}{% set n.y = varargs %}{% endmacro %}"
+    "{% for a in range(99) %}{{ m(n.x, n.x) }}{{ k(n.y, n.y) }}{% endfor %}{{ n.x == n.y }}",
     "slices": "{% set a = 'a' * 400000 %}{% set n = namespace(x=[]) %}{% for i in range(999) %}"
     "{% set n.x = n.x + [a[1:]] %}{% endfor %}",
     "repetition": "{{ 'a' * 10 ** 10 }}",
     "repetition, reversed": "{{ 10 ** 10 * 'a' }}",
     "list repetition": "{{ ['a' * 9999] * 999999 }}",
-    "printed list": "{% set a = 'a' * 99999 %}{{ [a, a, a, a, a, a, a, a, a, a, a] }}",
+    "printed list": "{{ ['a' * 9999] * 9999 }}",
     "list as text": "{{ (['a' * 9999] * 9999) | string }}",
     "list in text": "{{ 'x' ~ (['a' * 9999] * 9999) }}",
     "list in an error": "{{ raise_exception(['a' * 9999] * 9999) }}",
     "power": "{{ 10 ** 10 ** 10 }}{{ 7 ** (7 ** 9) }}",
     "squares": "{% set n = namespace(x=7) %}{% for a in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
-    "hexadecimal": "{{ ('f' * 99999) | int(0, 16) }}",
+    "hexadecimal": "{{ ('f' * 99999) | int(0, 16) > 1 }}",
     "%d": "{{ '%1000000000d' % 1 }}",
     "%.d": "{{ '%.1000000000f' % 1 }}",
     "%*d": "{{ '%*d' % (1000000000, 1) }}",
@@ -160,6 +161,7 @@ def test_hostile_templates_are_stopped(name):
     with pytest.raises(TokenizerError, match="^a.jinja: ") as caught:
         render(HOSTILE[name])
     assert len(str(caught.value)) < 500 and "\n" not in str(caught.value)
+    assert not str(caught.value).endswith(": ")  # a MemoryError has no message: then it was stopped too late
 
 
 def test_the_sandbox_gives_nothing_away():

@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from minipop.errors import TokenizerError
 from minipop.tokenizer import has_tokenizer, load_tokenizer
+from minipop.tokenizer_files import _merges
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
@@ -889,6 +890,22 @@ def test_llama_3_can_name_the_class_of_llama_2(tmp_path):
     ours, reference = load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
     for text in TEXTS:
         assert ours.encode(text) == reference(text)["input_ids"] and ours.decode(ours.encode(text)) == text
+
+
+def test_merges_go_by_score_and_only_through_normal_pieces():
+    pieces_ = {"a": (-9, 1), "b": (-9, 1), "c": (-9, 1), "bc": (-2, 1), "ab": (-1, 1), "abc": (-3, 1), "<a": (-4, 1), "<": (-9, 1),
+               ">": (-9, 1), "<a>": (0, 3)}  # fmt: skip
+    scores, kinds = zip(*pieces_.values())
+    assert _merges(list(pieces_), list(scores), list(kinds)) == [("a", "b"), ("b", "c"), ("a", "bc"), ("ab", "c"), ("<", "a")]
+
+
+def test_settings_for_training_batches_are_ignored(tmp_path):
+    tokenizer = byte_level(270)
+    tokenizer.enable_truncation(max_length=2)
+    tokenizer.enable_padding(length=9, pad_token="a")
+    folder = save(tmp_path / "checkpoint", tokenizer, {})
+    ours, reference = load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    assert ours.encode("hello") == reference("hello")["input_ids"] and len(ours.encode("hello")) > 2
 
 
 def test_sentencepiece_families_have_a_bos_unless_told_otherwise(tmp_path):
