@@ -3,15 +3,18 @@
 import argparse
 import inspect
 import math
+import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import minipop
 from minipop import PrefillPlan, Runner, SamplingParams
 
-FOLDER = Path(__file__).parents[1] / "weights" / "smollm2-135m-instruct"
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "weights" / "smollm2-135m-instruct"
+sys.path.insert(0, str(ROOT / "scripts"))
+import perplexity  # noqa: E402
 pytestmark = [pytest.mark.real, pytest.mark.skipif(not FOLDER.is_dir(), reason="weights/smollm2-135m-instruct is not there")]
 
 
@@ -38,35 +41,27 @@ def test_knows_the_capital_of_france(tokenizer, ratio):
 @pytest.fixture(scope="module")
 def losses(model, tokenizer):
     """Mean negative log-likelihood of the 64 tokens after 384-token prompts (Python source), and of their first token alone."""
-    ids = tokenizer.encode(inspect.getsource(argparse))
-    skip = range(20, 30)
-    plans = {"full": PrefillPlan.full(30), "pop": PrefillPlan.deepest(30, 1 / 3), "no kv": PrefillPlan(30, skip, project_kv=False),
-             "no boundary": PrefillPlan(30, skip, split_boundary=False)}
+    pieces = perplexity.documents(tokenizer.encode(inspect.getsource(argparse)), 8)
+    plans = perplexity.standard_plans(30)
     result = {}
-    for name, plan in plans.items():
-        runner, nll = Runner(model, plan, max_seq_len=512), []
-        for start in range(0, 8 * 2400, 2400):
-            prompt, rest = ids[start : start + 384], torch.tensor(ids[start + 384 : start + 448])
-            runner.reset()
-            logits = torch.cat((runner.prefill(prompt), runner.extend(rest[None, :-1])[0]))  # [64, vocab]
-            nll.append(-logits.log_softmax(-1).gather(1, rest[:, None])[:, 0])
-        nll = torch.stack(nll)
+    for name in ("full", "POP 1/3", "1/3, no K/V", "1/3, no boundary"):
+        nll = perplexity.losses(model, plans[name], pieces)
         result[name] = nll.mean().item(), nll[:, 0].mean().item()
     return result
 
 
 def test_pruned_prefill_costs_a_little(losses):
     """Neither nothing nor everything: both would mean that the plan is not what it says."""
-    full, pop = math.exp(losses["full"][0]), math.exp(losses["pop"][0])
+    full, pop = math.exp(losses["full"][0]), math.exp(losses["POP 1/3"][0])
     assert 1.02 * full < pop < 1.6 * full
 
 
 def test_skipped_layers_need_their_kv(losses):
-    assert losses["no kv"][0] > losses["pop"][0] + 1
+    assert losses["1/3, no K/V"][0] > losses["POP 1/3"][0] + 1
 
 
 def test_the_first_token_needs_the_boundary(losses):
-    assert losses["no boundary"][1] > losses["pop"][1] + 3
+    assert losses["1/3, no boundary"][1] > losses["POP 1/3"][1] + 3
 
 
 def test_rows_below_the_cut_are_exact(model, tokenizer):
