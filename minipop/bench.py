@@ -23,7 +23,7 @@ import torch
 from . import costs
 from .cli import Parser, run
 from .errors import MinipopError, PromptError
-from .files import write_text
+from .files import temporary_beside, write_text
 from .models import load_model
 from .packing import pack
 from .plan import PrefillPlan
@@ -292,7 +292,7 @@ def draw(rows: list[Row], path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     figure.tight_layout()
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix or '.png'}")
+    temporary = temporary_beside(path, path.suffix or ".png")
     try:
         figure.savefig(temporary, dpi=150)
         os.replace(temporary, path)

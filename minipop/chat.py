@@ -124,24 +124,26 @@ def default_checkpoint(root: Path = Path(__file__).resolve().parent.parent) -> P
 def note(text: object) -> None:
     """A quiet line beside the conversation, on stderr."""
     quiet = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    text = str(text).translate(_CONTROLS)
     print(f"\033[2m{text}\033[0m" if quiet else text, file=sys.stderr, flush=True)
 
 
-# A model can write any byte; on a terminal, control characters could move the cursor or worse.
+# Models and files can hold any character; on a terminal, control characters could move the cursor or worse.
 _CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 def show_answer(pieces: Iterator[str]) -> None:
     """Write an answer to stdout as it comes, and end the line."""
-    terminal, last = sys.stdout.isatty(), ""
+    terminal, last = sys.stdout.isatty(), None
     with contextlib.closing(pieces):
         try:
             for piece in pieces:
                 sys.stdout.write(piece.translate(_CONTROLS) if terminal else piece)
                 sys.stdout.flush()
                 last = piece
-        finally:
-            if not last.endswith("\n"):
+            last = last or ""
+        finally:  # of an answer that failed before it began, nothing is seen
+            if last is not None and not last.endswith("\n"):
                 print(flush=True)
 
 

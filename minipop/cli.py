@@ -64,7 +64,9 @@ def run(command: Callable[[], int]) -> int:
 
 def fail(problem: object) -> int:
     """Print `error: ...` as one line on stderr; the exit code of a user's mistake."""
-    print("error:", " ".join(str(problem).split()), file=sys.stderr)
+    text = " ".join(str(problem).split())
+    # Names and words from files may hold anything: no character of theirs moves the terminal's cursor.
+    print("error:", "".join(c if c.isprintable() else "\ufffd" for c in text), file=sys.stderr)
     return 2
 
 

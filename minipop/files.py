@@ -83,7 +83,7 @@ def _depth_exceeds(value: dict, limit: int) -> bool:
 def write_text(path: str | os.PathLike, text: str, error: type[Exception] = MinipopError) -> None:
     """Write a text file whole or not at all: under a temporary name first, then renamed. Raises `error` with one line."""
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = temporary_beside(path)
     try:
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
@@ -91,6 +91,11 @@ def write_text(path: str | os.PathLike, text: str, error: type[Exception] = Mini
         raise error(f"{path}: cannot be written: {problem.strerror}") from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def temporary_beside(path: Path, suffix: str = ".tmp") -> Path:
+    """A new hidden name in the same folder, never too long, even where the file's own name is or there is none (`/`)."""
+    return path.parent / f".{path.name[:50]}.{secrets.token_hex(4)}{suffix}"
 
 
 def open_regular(path: Path, error: type[Exception]):

@@ -22,7 +22,7 @@ from .checkpoint import Checkpoint, detect_quantization, resolve_checkpoint
 from .cli import Parser, run, show_bytes
 from .config import DTYPES, ModelConfig, RopeConfig, VisionConfig, read_config
 from .errors import CheckpointError, PromptError
-from .files import read_json, write_text
+from .files import listing, quote, read_json, write_text
 from .models import IGNORED, build_model, pick_dtype
 from .models.names import Sources
 from .plan import PrefillPlan, format_layers
@@ -228,7 +228,7 @@ def to_text(report: dict) -> str:
     lines += [f"  {part:<16}{size['parameters']:>16,}{show_bytes(size['bytes']):>12}{size['parameters'] / total:>8.1%}"
               for part, size in report["parameters"].items()]
     if report["unused"]:
-        shown = ", ".join(report["unused"][:5]) + ", ..." * (len(report["unused"]) > 5)
+        shown = listing(map(quote, report["unused"]), 5)
         lines += [f"  tensors in the file that belong to no part, for which loading refuses it: {shown}"]
     cache = report["cache"]
     lines += ["", f"cache: {show_bytes(cache['bytes_per_token'])} a token, {show_bytes(cache['bytes_at_max'])} at "

@@ -410,7 +410,7 @@ def as_token_ids(values) -> Tensor:
         ids = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise PromptError("token ids must be whole numbers, in a tensor or a rectangle of lists") from None
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+    if ids.numel() and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
         raise PromptError(f"token ids must be whole numbers, not {ids.dtype}")
     return ids.long().cpu()
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .checkpoint import ALIGNMENT, DTYPE_NAMES, INDEX_FILE, SINGLE_FILE
 from .errors import CheckpointError
-from .files import is_unicode, one_line, quote
+from .files import is_unicode, one_line, quote, temporary_beside
 
 
 def save_checkpoint(
@@ -74,7 +74,7 @@ def save_checkpoint(
 def save_tensors(path: str | os.PathLike, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write one safetensors file, complete or not at all; a file of that name is replaced. Errors as in `save_checkpoint`."""
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = temporary_beside(path)
     if not all(isinstance(text, str) and is_unicode(text) for item in (metadata or {}).items() for text in item):
         raise CheckpointError(f"{path}: the metadata of a safetensors file must map text to text")
     try:

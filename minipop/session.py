@@ -134,8 +134,10 @@ class ChatSession:
             raise PromptError("this model takes no pictures: use a vision-language checkpoint")
         if isinstance(source, dict):  # a part already
             return source
-        path = str(_path(source).absolute()) if isinstance(source, (str, os.PathLike)) else None
-        return {"type": "image", "image": load_image(source if path is None else path), "path": path}
+        if not isinstance(source, (str, os.PathLike)):
+            return {"type": "image", "image": load_image(source), "path": None}
+        name = os.path.expanduser(os.fspath(source))  # not a Path yet: it would make a file's name of https://...
+        return {"type": "image", "image": load_image(name), "path": str(Path(name).absolute())}
 
     def _answer(self, exchange: Exchange, replaces: Exchange | None = None) -> Iterator[str]:
         clock = _Clock()

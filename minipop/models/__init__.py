@@ -9,7 +9,7 @@ from torch import nn
 from ..checkpoint import Checkpoint, detect_quantization, load_parameters, resolve_checkpoint
 from ..config import DTYPES, ModelConfig, read_config
 from ..errors import ConfigError
-from ..files import read_json
+from ..files import one_line, read_json
 from ..tokenizer import has_tokenizer, load_tokenizer
 from .decoder import Decoder
 from .gemma import Gemma, check_dtype
@@ -42,9 +42,12 @@ def load_model(path: str | Path, dtype: torch.dtype | str | None = None, device:
 
 
 def build_model(config: ModelConfig) -> nn.Module:
-    """The module of a family without storage, on the meta device."""
-    with torch.device("meta"):
-        return MODELS[config.family](config)
+    """The module of a family without storage, on the meta device. Raises ConfigError for sizes that no tensor can have."""
+    try:
+        with torch.device("meta"):
+            return MODELS[config.family](config)
+    except (RuntimeError, OverflowError) as problem:  # the bytes of a weight do not fit into 64 bits
+        raise ConfigError(f"config.json asks for weights larger than any memory: {one_line(problem)}") from None
 
 
 def complete_config(config: ModelConfig, folder: Path) -> ModelConfig:
