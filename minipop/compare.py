@@ -48,7 +48,7 @@ PROMPT = "The quick brown fox jumps over the lazy dog, and then it"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_vl", "qwen3_vl")
 ORDER = ("vision_resid", "vision_deepstack", "vision_out", "resid", "k", "v", "logits")  # of their making
 
-Tensors = dict[tuple[str, int | None], Tensor]  # (name, layer) -> float32 or wider, tokens first
+Tensors = dict[tuple[str, int | None], Tensor]  # (name, layer) -> float32, tokens first
 
 
 # --- what comes out -----------------------------------------------------------------------------------------------------------
@@ -272,7 +272,9 @@ def transformers_module():
     """Import transformers, or say how to get it."""
     try:
         import transformers
-    except ImportError:
+    except ImportError as problem:
+        if problem.name != "transformers":
+            raise MinipopError(f"compare needs transformers, which cannot be imported: {problem}") from None
         raise MinipopError("compare needs transformers, which is not installed: pip install 'minipop[test]'") from None
     return transformers
 
@@ -560,6 +562,7 @@ def random_inputs(config: ModelConfig, seed: int = 0, tokens: int = 23) -> Model
         height, width = 2 * vision.spatial_merge_size, 3 * vision.spatial_merge_size
         shape = (height * width, vision.in_channels * vision.temporal_patch_size * vision.patch_size ** 2)
         grid, rows = torch.tensor([[1, height, width]]), 6
+        ids[6] = config.vision_start_token_id  # older versions of transformers find images by it
     pixels = torch.rand(shape, generator=generator) * 2 - 1
     return ModelInputs(ids[:7] + [config.image_token_id] * rows + ids[7:], pixels, grid)
 
@@ -598,7 +601,8 @@ def _inputs(args: argparse.Namespace, folder: Path) -> tuple[ModelInputs, Callab
     if processor.tokenizer.has_chat_template:
         parts = [{"type": "image", "image": file} for file in args.image] + [{"type": "text", "text": text}]
         return processor([{"role": "user", "content": parts}]), processor.tokenizer.decode
-    return processor(f"{processor.image_processor.placeholder}\n" * len(args.image) + text, args.image), processor.tokenizer.decode
+    prompt = f"{processor.image_processor.placeholder}\n" * len(args.image) + text
+    return processor(prompt, args.image), processor.tokenizer.decode
 
 
 def _compare(args: argparse.Namespace) -> Report:

@@ -48,9 +48,8 @@ class Runner:
 
     model: from `load_model`. plan: None = skip nothing. max_seq_len: cache columns, prompt and answer together.
     batch_size: rows of the cache. fused: use the faster forms where the plan allows them: the fused boundary, and the skipped layers'
-    K/V in one product. chunk_size: most prompt tokens
-    that go through the layers at once; a longer prompt is cut up, which bounds the working memory and changes nothing else.
-    tap: see `layers.Tap`.
+    K/V in one product. chunk_size: most prompt tokens that go through the layers at once; a longer prompt is cut up, which bounds the
+    working memory and changes nothing else. tap: see `layers.Tap`.
     Raises PlanError when the plan is for another depth, PromptError when max_seq_len exceeds what the model was made for,
     MinipopError when the cache cannot be allocated.
     """
@@ -279,7 +278,8 @@ class Runner:
             raise PromptError(f"cannot rewind to {n!r}: the cache holds {self.cache.length} rows")
         if n == 0:
             return self.reset()
-        if self._following is not None and (self._following[: self.cache.active, n][self.cache.lengths[: self.cache.active] > n] < 0).any():
+        active, lengths = self.cache.active, self.cache.lengths[: self.cache.active]
+        if self._following is not None and bool((self._following[:active, n][lengths > n] < 0).any()):
             raise PromptError(f"cannot rewind to {n}: that is in the middle of an image")
         self.cache.rewind(n)
 

@@ -89,8 +89,9 @@ def test_sizes_that_do_not_follow_from_each_other(tmp_path):
 def test_biases(tmp_path):
     config = read(tmp_path, LLAMA | {"attention_bias": True, "mlp_bias": True})
     assert config.qkv_bias and config.o_bias and config.mlp_bias
-    config = read(tmp_path, base("qwen2"))
-    assert config.qkv_bias and not config.o_bias
+    for said in ({}, {"attention_bias": True}, {"attention_bias": False}):  # not a setting of this family
+        config = read(tmp_path, base("qwen2") | said)
+        assert config.qkv_bias and not config.o_bias
     config = read(tmp_path, base("qwen3") | {"attention_bias": True})
     assert config.qkv_bias and config.o_bias and not config.mlp_bias
 
