@@ -1,5 +1,6 @@
 """minipop: a minimal inference engine that runs Prefill-Only Pruning (arXiv 2602.03295) on Hugging Face checkpoints."""
 
+from . import startup as _startup  # noqa: F401  first: it answers Ctrl-C while PyTorch is imported
 from .cache import KVCache
 from .errors import (CheckpointError, ConfigError, ImageError, MinipopError, PlanError, PromptError, TokenizerError)
 from .inputs import ModelInputs

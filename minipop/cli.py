@@ -43,6 +43,8 @@ def run(command: Callable[[], int]) -> int:
     prepare_streams()
     main_thread = threading.current_thread() is threading.main_thread()
     polite_kill = signal.signal(signal.SIGTERM, _terminate) if main_thread else None
+    if main_thread and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set while we were imported
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = command()
         sys.stdout.flush()
@@ -55,6 +57,10 @@ def run(command: Callable[[], int]) -> int:
         return 0
     except OSError as problem:
         return fail(": ".join(str(part) for part in (problem.filename, problem.strerror or problem) if part))
+    except (MemoryError, RuntimeError) as problem:  # PyTorch's allocators raise RuntimeErrors
+        if not isinstance(problem, MemoryError) and not re.search("can't allocate memory|out of memory", str(problem)):
+            raise
+        return fail("not enough memory: lower --max-seq-len or --batch-size, shorten the prompt, or choose --dtype bfloat16")
     except KeyboardInterrupt:
         return 130
     finally:

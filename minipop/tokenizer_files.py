@@ -94,9 +94,10 @@ def _read_object(file: Path) -> dict:
         return {}
     try:
         value = json.loads(_read_text(file))
+        json.dumps(value, ensure_ascii=False).encode("utf-8")  # "\\ud800", half a character, is legal JSON but no text
     except json.JSONDecodeError as error:
         raise TokenizerError(f"{file}: not JSON (line {error.lineno}: {error.msg}); download the file again") from None
-    except (RecursionError, ValueError):  # nested a thousand times, or a number of thousands of digits
+    except (RecursionError, ValueError):  # nested a thousand times, half a character, a number of thousands of digits
         raise TokenizerError(f"{file}: no JSON that a tokenizer would have; download the file again") from None
     if not isinstance(value, dict):
         raise TokenizerError(f"{file}: expected a JSON object, found {type(value).__name__}")
@@ -277,7 +278,7 @@ def _find_template(folder: Path, config: dict) -> tuple[str, str] | None:
                 raise TokenizerError(f'{where}: expected a list of {{"name": ..., "template": ...}}') from None
         if isinstance(template, dict) and template:
             if "default" not in template and len(template) > 1:
-                raise TokenizerError(f"{where}: none of the templates {sorted(template)} is named `default`")
+                raise TokenizerError(f"{where}: none of the templates {sorted(map(str, template))} is named `default`")
             template = template.get("default", next(iter(template.values())))
         if not template:
             continue

@@ -962,6 +962,7 @@ BROKEN = {
     "tokenizer.json: not a tokenizer file: ": lambda folder: (folder / "tokenizer.json").write_text("{"),
     "tokenizer.json: not UTF-8": lambda folder: (folder / "tokenizer.json").write_bytes(b"\xff\xfe{"),
     "tokenizer_config.json: not JSON": lambda folder: (folder / "tokenizer_config.json").write_text("{,"),
+    "tokenizer_config.json: no JSON that a tokenizer would have": config_with(eos_token="\ud800"),
     "tokenizer_config.json: expected a JSON object": lambda folder: (folder / "tokenizer_config.json").write_text("[]"),
     "tokenizer_config.json: bos_token: expected a string": config_with(bos_token=5),
     "tokenizer_config.json: eos_token: expected a string": config_with(eos_token={"content": 5}),
