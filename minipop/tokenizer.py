@@ -31,6 +31,7 @@ __all__ = ["StreamDecoder", "Tokenizer", "has_tokenizer", "load_tokenizer"]
 ROLES = ("system", "user", "assistant")
 # Tokens that end an assistant's turn. A checkpoint's eos_token is often another one: the end of a document.
 TURN_END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
+_BRACKETED = re.compile(r"<\S+>|\[\S+\]")
 
 
 def load_tokenizer(path) -> Tokenizer:
@@ -75,10 +76,11 @@ class Tokenizer:
 
         self._token_bytes = _TokenBytes(component_state(backend.decoder), f"{files.folder}/tokenizer.json: decoder")
         self._template = None if files.template is None else ChatTemplate(*files.template)
-        # Control tokens: the special tokens, and the added tokens that the template writes (Qwen3's <think>).
-        # White space stays text: Gemma has an added token for "\n\n".
+        # Control tokens: the special tokens, and added tokens in brackets that the template writes (Qwen3's <think>). Other added
+        # tokens, such as Gemma's "\n\n", are text.
+        literals = self._template.literals if self._template else ""
         added = [token.content for token in backend.get_added_tokens_decoder().values()]
-        markers = {text for text in added if self._template and text in self._template.literals and not text.isspace()}
+        markers = {text for text in added if _BRACKETED.fullmatch(text) and text in literals}
         normalize = backend.normalizer.normalize_str if backend.normalizer is not None else None
         self._special = _ControlTokens(files.special, normalize)
         self._controls = _ControlTokens(files.special | markers, normalize)

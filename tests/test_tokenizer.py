@@ -391,6 +391,15 @@ def test_markers_of_the_template_stay_text_but_other_added_tokens_match(pair):
     assert ours.encode_rendered("<|im_end|><think>") == [ours.token_to_id("<|im_end|>"), ours.token_to_id("<think>")]
 
 
+def test_added_tokens_that_are_words_are_text(tmp_path):
+    tokenizer = byte_level(270)
+    tokenizer.add_tokens([AddedToken("he", normalized=False), AddedToken("e", normalized=False)])
+    folder = save(tmp_path / "checkpoint", tokenizer, {"chat_template": "the {{ messages[0].content }}"})
+    ours, reference = load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    assert ours.encode("hello, the end") == reference("hello, the end")["input_ids"]
+    assert ours.apply_chat_template(user("hello")) == reference_chat(reference, user("hello"))
+
+
 def test_exactly_one_bos(pair):
     for name in ("llama3", "gemma", "llama2", "mistral"):
         ours, _ = pair(name)
