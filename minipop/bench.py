@@ -22,8 +22,8 @@ import torch
 
 from . import costs
 from .cli import Parser, run
-from .errors import MinipopError, PromptError
-from .files import temporary_beside, write_text
+from .errors import CheckpointError, MinipopError, PromptError
+from .files import one_line, read_json, temporary_beside, write_text
 from .models import load_model
 from .packing import pack
 from .plan import PrefillPlan
@@ -259,9 +259,12 @@ def load_reference(path: str, dtype: torch.dtype, device: torch.device):
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     folder = resolve_checkpoint(path)
-    kind = json.loads((folder / "config.json").read_text())
-    loader = transformers.AutoModelForImageTextToText if "vision_config" in kind else transformers.AutoModelForCausalLM
-    return loader.from_pretrained(folder, dtype=dtype).to(device).eval()
+    vision = "vision_config" in read_json(folder / "config.json")
+    loader = transformers.AutoModelForImageTextToText if vision else transformers.AutoModelForCausalLM
+    try:
+        return loader.from_pretrained(folder, dtype=dtype, trust_remote_code=False, use_safetensors=True).to(device).eval()
+    except Exception as problem:  # whatever transformers and the libraries under it raise
+        raise CheckpointError(f"{folder}: transformers cannot load this checkpoint: {one_line(problem)}") from None
 
 
 def peak_memory() -> int:

@@ -285,7 +285,8 @@ def load_reference(folder: str | Path, dtype: torch.dtype = torch.float32, devic
     vision = "vision_config" in read_json(Path(folder) / "config.json")
     auto = transformers.AutoModelForImageTextToText if vision else transformers.AutoModelForCausalLM
     try:
-        model = auto.from_pretrained(str(folder), dtype=dtype, attn_implementation="eager")
+        model = auto.from_pretrained(str(folder), dtype=dtype, attn_implementation="eager",
+                                     trust_remote_code=False, use_safetensors=True)
     except Exception as problem:  # whatever transformers and the libraries under it raise
         reason = str(problem).strip().splitlines() or [type(problem).__name__]
         raise CheckpointError(f"{folder}: transformers cannot load this checkpoint: {reason[0][:200]}") from None

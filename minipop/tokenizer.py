@@ -29,6 +29,7 @@ from .tokenizer_files import TokenizerFiles, component_state, has_tokenizer, one
 __all__ = ["StreamDecoder", "Tokenizer", "has_tokenizer", "load_tokenizer"]
 
 ROLES = ("system", "user", "assistant")
+_KEYWORDS = (*ROLES, "text", "image")  # words of a conversation that templates compare, so they are left as they are
 # Tokens that end an assistant's turn. A checkpoint's eos_token is often another one: the end of a document.
 TURN_END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
 _BRACKETED = re.compile(r"<\S+>|\[\S+\]")
@@ -345,11 +346,12 @@ class _ControlTokens:
 def _guarded(value: Any, controls: _ControlTokens) -> Any:
     """Plain data for the template: its strings guarded, what is no plain data (a PIL image) replaced by the name of its type."""
     if isinstance(value, str):
-        return controls.guard(str.__str__(value))
+        value = str.__str__(value)
+        return value if value in _KEYWORDS else controls.guard(value)
     if value is None or type(value) in (bool, int, float):
         return value
-    if isinstance(value, dict):  # role and type have been checked, and templates compare them
-        return {str(key): item if key in ("role", "type") else _guarded(item, controls) for key, item in value.items()}
+    if isinstance(value, dict):
+        return {str(key): _guarded(item, controls) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_guarded(item, controls) for item in value]
     return f"<{type(value).__name__}>"
