@@ -114,12 +114,12 @@ def work(target, seed: int, seconds: float, out: Path) -> int:
     inputs, outcomes, fault, round_seed = 0, Counter(), None, seed
 
     def before(case) -> bool:
-        if time.monotonic() > end:
+        if time.monotonic() > end and (inputs or tally.inputs):
             return False
         current.write_text(dump_case(target.name, round_seed, case, "the process died or hung"), encoding="utf-8")
         return True
 
-    while time.monotonic() < end and fault is None:
+    while fault is None and (time.monotonic() < end or not inputs):
         tally = Tally()
         try:
             run(target, round_seed, 200, tally, before)

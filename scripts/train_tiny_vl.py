@@ -185,7 +185,7 @@ def train_rank(rank: int, args) -> None:
     heads = make_heads(model.config.vision_config.hidden_size, model.config.text_config.hidden_size)
     parameters = [(n, p) for n, p in model.named_parameters() if n != "lm_head.weight"]
     say(f"{sum(p.numel() for _, p in parameters):,} parameters, vocabulary {tokenizer.get_vocab_size()}")
-    parameters += [(f"patch_head_embed.{n}", p) for n, p in heads.named_parameters()]
+    parameters += [(f"heads.{n}", p) for n, p in heads.named_parameters()]
     fast, optimizer = FastForward(model), MuonAdamW(parameters, args.muon_lr, args.adam_lr, rank=rank, ranks=args.processes)
     checkpoint = args.work / "checkpoint.safetensors"
     done = {"step": 0, "wall": 0.0, "cpu": 0.0}
@@ -195,7 +195,7 @@ def train_rank(rank: int, args) -> None:
             state = {name: f.get_tensor(name) for name in f.keys()}
         with torch.no_grad():
             for name, p in parameters:
-                p.copy_(state.get(f"model.{name}", p))
+                p.copy_(state[f"model.{name}"])
         optimizer.load_state_tensors({k[4:]: v for k, v in state.items() if k.startswith("opt.")})
         say(f"going on at step {done['step']} after {done['wall'] / 60:.1f} minutes")
     elif rank == 0 and not args.smoke:
@@ -331,7 +331,7 @@ def main() -> None:
     p.add_argument("--out", type=Path, default=ROOT / "weights" / "tiny-qwen3-vl",
                    help="the Hugging Face folder to write (and to evaluate)")
     p.add_argument("--work", type=Path, default=ROOT / "build" / "tiny-vl", help="where the checkpoint for resuming lives")
-    p.add_argument("--minutes", type=float, default=85, help="CPU minutes of each process (default %(default)s)")
+    p.add_argument("--minutes", type=float, default=60, help="CPU minutes of each process, the training budget (default %(default)s)")
     p.add_argument("--wall-minutes", type=float, default=240, help="stop by then on a busy machine (default %(default)s)")
     p.add_argument("--processes", type=int, default=2, help="cores to train on (default %(default)s)")
     p.add_argument("--batch", type=int, default=32, help="pictures a step, over all processes")

@@ -18,14 +18,14 @@ def orthogonalise(g: torch.Tensor, steps: int = 5) -> torch.Tensor:
 
 
 class MuonAdamW:
-    """Matrices of equal shape are stacked, so that one batched product serves all of them; processes share that work."""
+    """Embeddings, read-outs, norms, biases and the patch convolution go to AdamW. Matrices of equal shape are stacked, so that one batched product serves all of them; processes share that work."""
 
     def __init__(self, named_parameters, muon_lr=0.02, adam_lr=2e-3, momentum=0.95, weight_decay=0.01, rank=0, ranks=1):
         self.rank, self.ranks = rank, ranks
         self.muon_lr, self.adam_lr, self.momentum, self.weight_decay = muon_lr, adam_lr, momentum, weight_decay
         self.groups, self.others = {}, []
         for name, p in named_parameters:
-            if p.ndim == 2 and "embed" not in name:
+            if p.ndim == 2 and "embed" not in name and not name.startswith("heads."):
                 self.groups.setdefault(tuple(p.shape), []).append(p)
             else:
                 self.others.append(p)
