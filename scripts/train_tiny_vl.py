@@ -166,6 +166,7 @@ def train(args) -> None:
     train_rank(0, args)
     for process in others:
         process.join()
+    Path(args.rendezvous).unlink(missing_ok=True)
 
 
 def train_rank(rank: int, args) -> None:
@@ -331,7 +332,8 @@ def main() -> None:
     p.add_argument("--out", type=Path, default=ROOT / "weights" / "tiny-qwen3-vl",
                    help="the Hugging Face folder to write (and to evaluate)")
     p.add_argument("--work", type=Path, default=ROOT / "build" / "tiny-vl", help="where the checkpoint for resuming lives")
-    p.add_argument("--minutes", type=float, default=60, help="CPU minutes of each process, the training budget (default %(default)s)")
+    p.add_argument("--minutes", type=float, default=60,
+                   help="CPU minutes of each process, the training budget (default %(default)s)")
     p.add_argument("--wall-minutes", type=float, default=240, help="stop by then on a busy machine (default %(default)s)")
     p.add_argument("--processes", type=int, default=2, help="cores to train on (default %(default)s)")
     p.add_argument("--batch", type=int, default=32, help="pictures a step, over all processes")

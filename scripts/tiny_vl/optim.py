@@ -18,7 +18,10 @@ def orthogonalise(g: torch.Tensor, steps: int = 5) -> torch.Tensor:
 
 
 class MuonAdamW:
-    """Embeddings, read-outs, norms, biases and the patch convolution go to AdamW. Matrices of equal shape are stacked, so that one batched product serves all of them; processes share that work."""
+    """Embeddings, read-outs, norms, biases and the patch convolution go to AdamW.
+
+    Matrices of equal shape are stacked, so that one batched product serves all of them; processes share that work.
+    """
 
     def __init__(self, named_parameters, muon_lr=0.02, adam_lr=2e-3, momentum=0.95, weight_decay=0.01, rank=0, ranks=1):
         self.rank, self.ranks = rank, ranks
