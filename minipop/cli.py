@@ -71,6 +71,7 @@ def run(command: Callable[[], int]) -> int:
 def fail(problem: object) -> int:
     """Print `error: ...` as one line on stderr; the exit code of a user's mistake."""
     text = " ".join(str(problem).split())
+    text = text if len(text) <= 3000 else text[:2000] + " ... " + text[-500:]  # somebody gave a book for a name
     # Names and words from files may hold anything: no character of theirs moves the terminal's cursor.
     print("error:", "".join(c if c.isprintable() else "\ufffd" for c in text), file=sys.stderr)
     return 2

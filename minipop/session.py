@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import MinipopError, PlanError, PromptError
-from .files import read_json, write_text
+from .files import quote, read_json, write_text
 from .inputs import ModelInputs, place_images
 from .plan import PrefillPlan
 from .processing import Processor, load_image
@@ -297,8 +297,10 @@ class ChatSession:
             sampling = SamplingParams(**values["sampling"])
             system = None if values["system"] is None else _text(values["system"], "system")
             exchanges = [Exchange(question, plan, answer) for question, answer in self._pairs(values["messages"])]
-        except (MinipopError, TypeError) as problem:  # TypeError: fields that plan or sampling do not have
+        except MinipopError as problem:
             raise PromptError(f"{path}: {problem}") from None
+        except TypeError as problem:  # fields that plan or sampling do not have, or must have
+            raise PromptError(f"{path}: {quote(str(problem))}") from None
         self.set_plan(plan)  # the last thing that can fail
         self.reset()
         self.system, self.sampling, self.exchanges = system, sampling, exchanges

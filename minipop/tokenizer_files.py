@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Iterator
@@ -18,6 +19,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from .errors import TokenizerError
 
+MAX_PIECE = 1000  # characters of a piece of a sentencepiece vocabulary; those of published ones stay below 100
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -57,7 +59,8 @@ def read_tokenizer_files(path) -> TokenizerFiles:
     elif (folder / "tokenizer.model").is_file():
         llama_style = style in ("LlamaTokenizer", "")
         by_class = llama_style or style == "GemmaTokenizer"
-        backend, own_names = _read_sentencepiece(folder / "tokenizer.model", by_class, bool(config.get("legacy", True)))
+        with native_errors(f"{folder}/tokenizer.model: a sentencepiece model of which no tokenizer can be made"):
+            backend, own_names = _read_sentencepiece(folder / "tokenizer.model", by_class, bool(config.get("legacy", True)))
         names = own_names | names
         default_bos = True  # sentencepiece families (Llama 1 and 2, Mistral) start with BOS unless their config says no
     else:
@@ -117,9 +120,25 @@ def component_state(component: Any) -> Any:
     return None if component is None else json.loads(component.__getstate__())
 
 
-def one_line(error: Exception | str) -> str:
+def one_line(error: BaseException | str) -> str:
     """An error of a library, fit for the end of ours."""
     return " ".join(str(error).split())[:300]
+
+
+@contextmanager
+def native_errors(what: str) -> Iterator[None]:
+    """Whatever the libraries raise inside becomes the TokenizerError `what: ...`.
+
+    tokenizers raises plain Exception; panics of its Rust code are not even that, and their class cannot be imported.
+    """
+    try:
+        yield
+    except TokenizerError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerError(f"{what}: {one_line(error)}") from None
 
 
 # ---- tokenizer.json and the configs --------------------------------------------------------------------------------------------
@@ -127,11 +146,9 @@ def one_line(error: Exception | str) -> str:
 
 def _read_tokenizer_json(file: Path) -> Tokenizer:
     text = _read_text(file)
-    try:
+    with native_errors(f"{file}: not a tokenizer file"):
         content = json.loads(text)
         backend = Tokenizer.from_str(text)
-    except Exception as error:  # tokenizers raises plain Exception
-        raise TokenizerError(f"{file}: not a tokenizer file: {one_line(error)}") from None
     backend.no_truncation()  # settings for training batches that can be baked into the file
     backend.no_padding()
     for token in content.get("added_tokens") or []:
@@ -319,6 +336,8 @@ def _read_sentencepiece(file: Path, by_class: bool, legacy: bool) -> tuple[Token
         texts[unknown]
     except (RuntimeError, TypeError, KeyError, IndexError, ValueError, AttributeError, struct.error):
         raise TokenizerError(f"{file}: not a sentencepiece model; download the file again") from None
+    if (longest := max(map(len, texts))) > MAX_PIECE:  # every way to cut a piece in two is looked at
+        raise TokenizerError(f"{file}: has a piece of {longest} characters; at most {MAX_PIECE} are supported")
     byte_fallback = bool(trainer.get(35, 0))
     whole = [] if by_class else [text for text, kind in zip(texts, kinds) if kind == USER_DEFINED]
 

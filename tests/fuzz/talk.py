@@ -76,6 +76,17 @@ def _files(folder: Path) -> dict[str, str]:
                     "address": "https://example.org/x.png", "device": "/dev/zero", "quoted": f"'{folder}/good.png'"}
 
 
+@contextlib.contextmanager
+def inside(folder: Path):
+    """Names without a folder are files of this one, and not of wherever the test was started."""
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
 def check_chat(case) -> str:
     """Any lines: none raises, every mistake is one line on stderr, and the session goes on."""
     session = new_session(case["family"], columns=case["columns"], temperature=case["temperature"], seed=1)
@@ -84,9 +95,10 @@ def check_chat(case) -> str:
         (folder := Path(temporary) / "files").mkdir()
         names = _files(folder)
         terminal = chat.Terminal(session, "tiny", [])
-        for name, text in case["lines"]:
-            line = f"/{name} {names.get(text, text)}" if name in ("save", "load", "image") else f"/{name} {text}" if name else text
-            terminal.handle(clean_text(line))
+        with inside(folder):
+            for name, text in case["lines"]:
+                line = f"/{name} {names.get(text, text)}" if name in ("save", "load", "image") else f"/{name} {text}" if name else text
+                terminal.handle(clean_text(line))
         left = sorted(path.name for path in folder.iterdir())
     assert not [name for name in left if name.startswith(".")], f"temporary files are left: {left}"
     for line in told.getvalue().split("\n"):
