@@ -166,7 +166,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--decode-prompt", type=int, default=128, help="prompt length before them (default %(default)s)")
     p.add_argument("--repeats", type=int, default=5, help="turns that count (default %(default)s)")
     p.add_argument("--dtype", help="float32, bfloat16, ... (default: the checkpoint's)")
-    p.add_argument("--device", default="cpu")
+    p.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
     p.add_argument("--threads", type=int, help="CPU threads")
     p.add_argument("--plain", action="store_true", help="leave the weights as they are in the file: no packing for the CPU's kernels")
     p.add_argument("--json", metavar="FILE", help="write every repeat")
@@ -201,6 +201,8 @@ def main(argv: list[str] | None = None) -> int:
     if not args.plain:
         pack(model)
     dtype, device = model.embedding.weight.dtype, model.embedding.weight.device
+    if max(lengths) > model.config.max_position_embeddings:
+        raise PromptError(f"--lengths asks for {max(lengths)} tokens, the model was made for {model.config.max_position_embeddings}")
     plans = {"full": PrefillPlan.full(model.config.num_layers)}
     for ratio in args.ratios.split(","):
         plan = PrefillPlan.deepest(model.config.num_layers, ratio)
@@ -254,7 +256,7 @@ def load_reference(path: str, dtype: torch.dtype, device: torch.device):
     try:
         import transformers
     except ImportError:
-        raise MinipopError("--against transformers needs transformers: pip install 'minipop[test]'") from None
+        raise MinipopError("--against transformers needs transformers: pip install -e '.[test]' in the repository") from None
     from .checkpoint import resolve_checkpoint
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -278,7 +280,7 @@ def draw(rows: list[Row], path: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise MinipopError("--figure needs matplotlib: pip install 'minipop[plot]'") from None
+        raise MinipopError("--figure needs matplotlib: pip install -e '.[plot]' in the repository") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
     figure, axes = pyplot.subplots(figsize=(6, 4))

@@ -137,7 +137,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser, default: str = "the deep
     one.add_argument("--ratio", metavar="R", help=f"skip this share of the layers, the deepest: 0.25 or 1/3 (default: {default})")
     one.add_argument("--skip-layers", metavar="LIST", help="skip these layers, counted from 0: 20-29 or 3,6,9-11")
     one.add_argument("--plan", metavar="FILE", help="a plan file (JSON)")
-    group.add_argument("--kv", metavar="FILE", help="calibrated K/V projections for the skipped layers")
+    # Plans can name calibrated K/V projections; this version's Runner refuses them in one line, so help does not offer them.
+    group.add_argument("--kv", metavar="FILE", help=argparse.SUPPRESS)
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, max_new_tokens: str = "256") -> None:

@@ -275,7 +275,7 @@ def transformers_module():
     except ImportError as problem:
         if problem.name != "transformers":
             raise MinipopError(f"compare needs transformers, which cannot be imported: {problem}") from None
-        raise MinipopError("compare needs transformers, which is not installed: pip install 'minipop[test]'") from None
+        raise MinipopError("compare needs transformers, which is not installed: pip install -e '.[test]' in the repository") from None
     return transformers
 
 

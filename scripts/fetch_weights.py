@@ -136,7 +136,7 @@ def fetch(name, out_dir=None, accept_terms=False, progress=True, force=False):
         option, url = source.terms
         raise FetchError(f"{name} comes under the {source.licence}: read {url} and, if you accept them, add {option}")
     if gguf is None:
-        raise FetchError("reading these weights needs the gguf package: install the demo extra, pip install 'minipop[demo]'")
+        raise FetchError("reading these weights needs the gguf package: install the demo extra, pip install -e '.[demo]' in the repository")
     out_dir.mkdir(parents=True, exist_ok=True)
     with _only_run_in(out_dir), _temporary_folder(out_dir, name) as work:
         if is_complete(target) and not force:  # another run made it between the check above and the lock

@@ -357,7 +357,7 @@ def test_a_report_that_cannot_be_written(capsys, tmp_path):
 def test_without_transformers(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["--random", "llama"]) == 2
-    assert capsys.readouterr().err == "error: compare needs transformers, which is not installed: pip install 'minipop[test]'\n"
+    assert capsys.readouterr().err == "error: compare needs transformers, which is not installed: pip install -e '.[test]' in the repository\n"
 
 
 def test_interrupted(monkeypatch):
