@@ -67,11 +67,11 @@ class WatchedRunner(Runner):
         self.calls: list[tuple] = []  # since the cache was last empty: ("prefill", prompts, plan), ("extend", ids), ("rewind", n)
 
     def prefill(self, inputs):
-        sequences, plan, before = self._sequences(inputs), self.plan, self.cache.length
+        sequences, plan, before = self._sequences(inputs), self.plan, self._length()
         try:
             return super().prefill(sequences)
         finally:
-            if self.cache.length > before:  # an interruption may come after the rows are in
+            if self._length() > before:  # an interruption may come after the rows are in
                 for row, sequence in zip(self.rows, sequences):
                     ids = sequence.token_ids.tolist()
                     row += [Row(token, plan.skip, plan.project_kv) for token in ids[:-1]]
@@ -79,11 +79,11 @@ class WatchedRunner(Runner):
                 self.calls.append(("prefill", sequences, plan))
 
     def extend(self, token_ids):
-        before = self.cache.length
+        before = self._length()
         try:
             return super().extend(token_ids)
         finally:
-            if self.cache.length > before:
+            if self._length() > before:
                 ids = torch.as_tensor(token_ids).tolist()
                 for row, tokens in zip(self.rows, ids):
                     row += [Row(token) for token in tokens]
@@ -102,10 +102,13 @@ class WatchedRunner(Runner):
             self._forget()
 
     def _forget(self) -> None:
-        length = self.cache.length
+        length = self._length()
         if any(len(row) > length for row in self.rows):
             self.rows = [row[:length] for row in self.rows]
             self.calls = [*self.calls, ("rewind", length)] if length else []
+
+    def _length(self) -> int:
+        return int(self.cache.lengths.max())  # not cache.length: no line of the engine's code, where an interruption could strike
 
     # --- the checks ------------------------------------------------------------------------------------------------------
 
