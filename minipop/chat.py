@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .cli import (Parser, add_model_arguments, add_plan_arguments, add_sampling_arguments, cache_bytes, clean_text, fail,
-                  load_from, parse_plan, plan_from, run, runner_from, sampling_from, show_bytes)
+                  load_from, memory_errors, parse_plan, plan_from, run, runner_from, sampling_from, show_bytes)
 from .errors import CheckpointError, MinipopError, PromptError
 from .session import ChatSession
 
@@ -188,21 +188,25 @@ class Terminal:
     def handle(self, line: str) -> None:
         """One line of input. Mistakes and Ctrl-C end here: the session goes on."""
         try:
-            if not line.strip():
-                return
-            if not line.startswith("/"):
-                return self.say(line)
-            if line.startswith("//"):
-                return self.say(line[1:])
-            name, _, argument = line[1:].partition(" ")
-            command = getattr(self, f"do_{name}", None) if name.isidentifier() else None
-            if command is None:
-                raise PromptError(f"there is no command /{name}: /help lists them, and // begins a message with a slash")
-            command(argument.strip())
+            with memory_errors():
+                self.obey(line)
         except MinipopError as problem:
             fail(problem)
         except KeyboardInterrupt:
             note("stopped")
+
+    def obey(self, line: str) -> None:
+        if not line.strip():
+            return
+        if not line.startswith("/"):
+            return self.say(line)
+        if line.startswith("//"):
+            return self.say(line[1:])
+        name, _, argument = line[1:].partition(" ")
+        command = getattr(self, f"do_{name}", None) if name.isidentifier() else None
+        if command is None:
+            raise PromptError(f"there is no command /{name}: /help lists them, and // begins a message with a slash")
+        command(argument.strip())
 
     def say(self, text: str) -> None:
         pieces = self.session.ask(text, self.pictures)

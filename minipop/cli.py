@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,7 +46,8 @@ def run(command: Callable[[], int]) -> int:
     if main_thread and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set while we were imported
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        code = command()
+        with memory_errors():
+            code = command()
         sys.stdout.flush()
         return code
     except MinipopError as problem:
@@ -57,15 +58,23 @@ def run(command: Callable[[], int]) -> int:
         return 0
     except OSError as problem:
         return fail(": ".join(str(part) for part in (problem.filename, problem.strerror or problem) if part))
-    except (MemoryError, RuntimeError) as problem:  # PyTorch's allocators raise RuntimeErrors
-        if not isinstance(problem, MemoryError) and not re.search("can't allocate memory|out of memory", str(problem)):
-            raise
-        return fail("not enough memory: lower --max-seq-len or --batch-size, shorten the prompt, or choose --dtype bfloat16")
     except KeyboardInterrupt:
         return 130
     finally:
         if polite_kill is not None:
             signal.signal(signal.SIGTERM, polite_kill)
+
+
+@contextlib.contextmanager
+def memory_errors() -> Iterator[None]:
+    """To run out of memory is a mistake like any other. (PyTorch's allocators raise RuntimeErrors.)"""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as problem:
+        if not isinstance(problem, MemoryError) and not re.search("can't allocate memory|out of memory", str(problem)):
+            raise
+        raise MinipopError("not enough memory: lower --max-seq-len or --batch-size, shorten the prompt, or choose --dtype "
+                           "bfloat16") from None
 
 
 def fail(problem: object) -> int:

@@ -24,7 +24,7 @@ from typing import Any, Iterable, Iterator
 
 from .chat_template import ChatTemplate, Refusal
 from .errors import TokenizerError
-from .tokenizer_files import TokenizerFiles, component_state, has_tokenizer, one_line, read_tokenizer_files
+from .tokenizer_files import TokenizerFiles, component_state, has_tokenizer, native_errors, read_tokenizer_files
 
 __all__ = ["StreamDecoder", "Tokenizer", "has_tokenizer", "load_tokenizer"]
 
@@ -82,7 +82,7 @@ class Tokenizer:
         literals = self._template.literals if self._template else ""
         added = [token.content for token in backend.get_added_tokens_decoder().values()]
         markers = {text for text in added if _BRACKETED.fullmatch(text) and text in literals}
-        normalize = backend.normalizer.normalize_str if backend.normalizer is not None else None
+        normalize = self._normalize if backend.normalizer is not None else None
         self._special = _ControlTokens(files.special, normalize)
         self._controls = _ControlTokens(files.special | markers, normalize)
 
@@ -186,10 +186,12 @@ class Tokenizer:
     # ---- inside
 
     def _ids(self, text: str) -> list[int]:
-        try:
+        with native_errors(f"{self._folder}: the text cannot be encoded"):  # say, a word when there is no unknown token
             return self._backend.encode(text, add_special_tokens=False).ids
-        except Exception as error:  # tokenizers raises plain Exception, say for a word when there is no unknown token
-            raise TokenizerError(f"{self._folder}: the text cannot be encoded: {one_line(error)}") from None
+
+    def _normalize(self, text: str) -> str:
+        with native_errors(f"{self._folder}: the text cannot be normalized"):
+            return self._backend.normalizer.normalize_str(text)
 
     def _encode_piece(self, piece: str, first: bool) -> list[int]:
         if first:

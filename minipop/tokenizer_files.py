@@ -328,7 +328,7 @@ def _read_sentencepiece(file: Path, by_class: bool, legacy: bool) -> tuple[Token
         processor = sentencepiece.SentencePieceProcessor(model_proto=data)
         fields = list(_protobuf_fields(data))
         pieces = [dict(_protobuf_fields(value)) for number, value in fields if number == 1]
-        trainer, normalizer = (dict(_protobuf_fields(dict(fields).get(number, b""))) for number in (2, 3))
+        trainer, normalizer = (dict(_protobuf_fields(dict(fields)[number])) for number in (2, 3))  # last: a cut file lacks them
         texts = [piece[1].decode("utf-8") for piece in pieces]
         scores = [struct.unpack("<f", piece[2])[0] if 2 in piece else 0.0 for piece in pieces]
         kinds = [piece.get(3, NORMAL) for piece in pieces]

@@ -46,7 +46,9 @@ def build_model(config: ModelConfig) -> nn.Module:
     try:
         with torch.device("meta"):
             return MODELS[config.family](config)
-    except (RuntimeError, OverflowError) as problem:  # the bytes of a weight do not fit into 64 bits
+    except (RuntimeError, OverflowError, TypeError) as problem:  # a weight's bytes, or one of its sides, exceed 64 bits
+        if isinstance(problem, TypeError) and "verflow" not in str(problem):
+            raise
         raise ConfigError(f"config.json asks for weights larger than any memory: {one_line(problem)}") from None
 
 

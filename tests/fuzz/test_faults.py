@@ -12,10 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minipop import chat
+from minipop import chat, load_model
 
 from . import worlds
-from .talk import call
+from .core import attempt
+from .files import folder_of, sentencepiece_models
+from .talk import call, new_session
 from .worlds import world
 
 FIRST, SECOND, INDEX = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"
@@ -253,6 +255,16 @@ def test_configs_that_cannot_be(folder, kind):
     refused(folder, words)
 
 
+def test_sizes_of_a_vision_tower_beyond_64_bits():
+    """A side, not only a product, of a weight that no tensor can have."""
+    for part, size in (("spatial_merge_size", 2**31 - 1), ("patch_size", 2**31 - 1), ("num_position_embeddings", 2**30), ("intermediate_size", 2**31)):
+        values = worlds.config("qwen3_vl")
+        values["vision_config"][part] = size
+        with folder_of(world("qwen3_vl").files | {"config.json": json.dumps(values).encode()}) as folder:
+            _, refusal = attempt(load_model, folder)
+        assert re.search("asks for weights larger than any memory|weights and model do not fit", str(refusal)), refusal
+
+
 @pytest.mark.parametrize("text, words", [("", "JSON"), ("[]", "object"), ("{", "JSON"), ('{"rope_theta": NaN}', "NaN"), ('{"a": 1e999}', "1e999"),
                                          ('{"a": 1, "a": 2}', "twice"), ("\ud800", "UTF-8"), ('{"a": "\\ud800"}', "surrogate"), ("[" * 3000, "nested")])
 def test_configs_that_are_no_json(folder, text, words):
@@ -286,6 +298,30 @@ def test_tokenizers_that_are_missing_or_damaged(folder):
     refused(folder, "tokenizer.json")
     (folder / "tokenizer.json").unlink()
     refused(folder, "neither tokenizer.json nor tokenizer.model")
+
+
+REGEX = {"Regex": "(a+)+$"}  # on many a's and a b, it tries every way to cut the a's up
+STEPS = {"pre_tokenizer": {"type": "Split", "pattern": REGEX, "behavior": "Isolated", "invert": False},
+         "normalizer": {"type": "Replace", "pattern": REGEX, "content": "x"}}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_regular_expression_without_end(folder, step):
+    """The library gives up and panics, which is no Exception in Python. (It prints a line of its own.)"""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer[step] = STEPS[step]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    refused(folder, "the text cannot be (encoded|normalized)", "retry-limit", arguments=["--system", "a" * 30 + "b"])
+
+
+def test_sentencepiece_models_that_are_damaged(folder):
+    keep(folder, "config.json", "generation_config.json", "tokenizer_config.json", FIRST, SECOND, INDEX)
+    good = sentencepiece_models()[1]
+    rules = good.index(b"nmt_nfkc") + 200_000  # in the text of the normalization rules: not UTF-8
+    for content, words in ((b"", "not a sentencepiece model"), (b"PK\x03\x04", "not a sentencepiece model"), (good[:200], "not a sentencepiece model"),
+                           (good[:rules] + b"\xff" + good[rules + 1 :], "of which no tokenizer can be made")):
+        (folder / "tokenizer.model").write_bytes(content)
+        refused(folder, "tokenizer.model", words)
 
 
 def test_a_template_that_writes_to_the_terminal(folder):
@@ -334,6 +370,33 @@ def test_memory_for_the_cache_is_predicted(folder, monkeypatch):
     monkeypatch.undo()
     (folder / "config.json").write_text(json.dumps(worlds.config("llama") | {"max_position_embeddings": 2**31}))
     refused(folder, "GiB", "lower --max-seq-len", arguments=["--max-seq-len", str(2**31)])
+
+
+NO_MEMORY = "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes."
+
+
+@pytest.mark.parametrize("problem", [RuntimeError(NO_MEMORY), RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), MemoryError()])
+def test_memory_that_runs_out_all_the_same(folder, problem, monkeypatch, capsys):
+    """One line; and in a chat the session goes on."""
+    session = new_session()
+    prefill = session.runner.prefill
+    monkeypatch.setattr(session.runner, "prefill", lambda _: (_ for _ in ()).throw(problem))
+    terminal = chat.Terminal(session, "tiny", [])
+    terminal.handle("hello")
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: not enough memory: lower --max-seq-len") and err.count("\n") == 1
+    monkeypatch.setattr(session.runner, "prefill", prefill)
+    terminal.handle("hello")
+    assert len(session.exchanges) == 1
+    monkeypatch.setattr("minipop.runner.Runner.prefill", lambda *_: (_ for _ in ()).throw(problem))
+    refused(folder, "not enough memory")
+
+
+def test_other_errors_of_pytorch_are_bugs_and_stay_loud(monkeypatch):
+    session = new_session()
+    monkeypatch.setattr(session.runner, "prefill", lambda _: (_ for _ in ()).throw(RuntimeError("mat1 and mat2 shapes cannot be multiplied")))
+    with pytest.raises(RuntimeError, match="mat1"):
+        chat.Terminal(session, "tiny", []).handle("hello")
 
 
 def test_a_prompt_that_does_not_fit(folder):
