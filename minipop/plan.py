@@ -24,7 +24,7 @@ class PrefillPlan:
     split_boundary: the last prompt token runs through all layers (the paper's boundary handling). False is an ablation.
     kv: a file of calibrated K/V projections made by `python -m minipop.calibrate`, or None for the model's own W_K, W_V.
 
-    Raises PlanError for indices outside the model.
+    Raises PlanError for indices outside the model. (Whether a kv file belongs to the model and the plan is for the Runner to say.)
     """
 
     num_layers: int
@@ -100,6 +100,25 @@ class PrefillPlan:
             return cls(**values)
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from None
+
+
+def ablations(num_layers: int, ratio: float | str | Fraction = 1 / 3) -> dict[str, PrefillPlan]:
+    """The paper's ablations by name (section 4.4): POP, the whole model, and POP with one choice made otherwise.
+
+    All but "full" skip as many layers as POP does. "every third layer" skips 2, 5, 8, ... at one third, and at another ratio layers at
+    that density, evenly spread.
+    """
+    pop = PrefillPlan.deepest(num_layers, ratio)
+    count, ratio = len(pop.skip), parse_ratio(ratio)
+    spread = frozenset(math.floor((i + 1) / ratio + 1e-9) - 1 for i in range(count))
+    return {"full": PrefillPlan.full(num_layers), "POP": pop,
+            "first third": PrefillPlan(num_layers, frozenset(range(count))), "every third layer": PrefillPlan(num_layers, spread),
+            "no K/V": PrefillPlan(num_layers, pop.skip, project_kv=False), "no boundary": PrefillPlan(num_layers, pop.skip, split_boundary=False)}
+
+
+def ratio_sweep(num_layers: int, ratios: Iterable[float] = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)) -> dict[float, PrefillPlan]:
+    """POP at each ratio."""
+    return {ratio: PrefillPlan.deepest(num_layers, ratio) for ratio in ratios}
 
 
 def parse_ratio(value: float | str | Fraction) -> float:

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from minipop import PlanError, PrefillPlan
-from minipop.plan import format_layers, parse_layers, parse_ratio
+from minipop.plan import ablations, format_layers, parse_layers, parse_ratio, ratio_sweep
 
 
 @pytest.mark.parametrize("layers, ratio, skipped", [
@@ -74,3 +74,28 @@ def test_describe():
     assert PrefillPlan.deepest(30).describe() == "10 of 30 layers skipped in prefill (20-29)"
     assert PrefillPlan.full(30).describe() == "full: all 30 layers run in prefill"
     assert "no K/V" in PrefillPlan(4, {1}, project_kv=False).describe()
+
+
+@pytest.mark.parametrize("ratio", [0, 0.1, 1 / 4, "1/3", 0.4, 1 / 2, 0.6, 1])
+@pytest.mark.parametrize("layers", [1, 8, 18, 30, 32, 36, 48])
+def test_ablations_skip_as_many_layers_as_pop(layers, ratio):
+    plans = ablations(layers, ratio)
+    assert plans["full"] == PrefillPlan.full(layers) and plans["POP"] == PrefillPlan.deepest(layers, ratio)
+    count = len(plans["POP"].skip)
+    assert {len(plan.skip) for name, plan in plans.items() if name != "full"} == {count}
+    assert plans["first third"].skip == set(range(count))
+    assert plans["no K/V"].skip == plans["no boundary"].skip == plans["POP"].skip
+    assert [name for name, plan in plans.items() if not plan.project_kv] == ["no K/V"]
+    assert [name for name, plan in plans.items() if not plan.split_boundary] == ["no boundary"]
+
+
+def test_every_third_layer():
+    assert sorted(ablations(30)["every third layer"].skip) == [2, 5, 8, 11, 14, 17, 20, 23, 26, 29]
+    assert sorted(ablations(32)["every third layer"].skip) == [2, 5, 8, 11, 14, 17, 20, 23, 26, 29]
+    assert sorted(ablations(8, 1 / 2)["every third layer"].skip) == [1, 3, 5, 7]
+    assert sorted(ablations(10, 0.4)["every third layer"].skip) == [1, 4, 6, 9]
+
+
+def test_ratio_sweep():
+    assert [len(plan.skip) for plan in ratio_sweep(30).values()] == [0, 3, 6, 9, 12, 15, 18]
+    assert ratio_sweep(8, (0.25, 0.5)) == {0.25: PrefillPlan(8, {6, 7}), 0.5: PrefillPlan(8, {4, 5, 6, 7})}
