@@ -1,0 +1,327 @@
+"""What scripts/reproduce.py measures: a list of steps, each of which writes one JSON file and is skipped when that is there.
+
+A step belongs to one checkpoint and to the settings it was made with: other settings make it anew.
+"""
+
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from minipop import ModelInputs, PrefillPlan, Runner, load_model, load_processor, load_tokenizer
+from minipop import costs
+from minipop.baselines import save_pruned, shortgpt, slicegpt, wanda
+from minipop.bench import take_turns
+from minipop.calibrate import calibrate, continuation_loss
+from minipop.config import read_config
+from minipop.drift import measure_drift
+from minipop.evaluate import evaluate
+from minipop.files import write_text
+from minipop.importance import STAGES, Importance, Sample, gate_gradients, rank_correlation, removal_losses, rollouts
+from minipop.packing import pack
+from minipop.plan import ablations, ratio_sweep
+from minipop.prompts import measuring_prompts
+from minipop.texts import read_text, text_sequences
+
+ROOT = Path(__file__).resolve().parents[2]
+CHOICE_TASKS = ("minipop_piqa", "minipop_hellaswag", "minipop_openbookqa", "minipop_boolq", "minipop_commonsenseqa")
+READING_TASKS = ("minipop_retrieval", "minipop_continuation")
+GENERATION_TASKS = ("minipop_gsm8k", "minipop_humaneval")
+METRICS = {"minipop_piqa": "acc_norm", "minipop_hellaswag": "acc_norm", "minipop_openbookqa": "acc_norm", "minipop_boolq": "acc",
+           "minipop_commonsenseqa": "acc", "minipop_retrieval": "acc", "minipop_continuation": "nll", "minipop_gsm8k": "exact_match",
+           "minipop_humaneval": "pass@1"}
+LENGTHS = (32, 128, 512, 2048)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured. Every method answers the same items."""
+
+    choice_items: int = 80  # of each task with choices
+    reading_items: int = 48  # of retrieval and continuation
+    ablation_items: int = 12  # of the same, in the ablation and the ratio sweep
+    generation_items: int = 4  # of GSM8K and HumanEval
+    importance: int = 60  # samples
+    validation: int = 12  # of them with every layer really removed
+    calibration: int = 96  # sequences of 512 tokens, or questions about pictures
+    fresh: int = 40  # sequences of 448 tokens that the calibration is measured on
+    baseline: int = 32  # sequences of 512 tokens
+    drift: int = 8  # prompts of 256 tokens
+    repeats: int = 5  # turns of each timing
+    questions: int = 300  # of the tiny VLM's held-out ones
+    timing_dtype: str = "float32"  # bfloat16 where the processor has instructions for it
+
+
+USES = {"importance": ("importance", "validation"), "calibration": ("calibration", "fresh"), "baselines": ("baseline",),
+        "quality": ("choice_items", "reading_items"), "generation": ("generation_items",), "ablation": ("ablation_items",),
+        "sweep": ("ablation_items", "repeats", "timing_dtype"), "drift": ("drift",), "speed": ("repeats", "timing_dtype"),
+        "pictures": ("questions",)}  # which sizes a step depends on, by the first word of its name
+
+
+QUICK = Sizes(choice_items=8, reading_items=4, ablation_items=2, generation_items=1, importance=4, validation=2, calibration=10, fresh=3,
+              baseline=4, drift=2, repeats=1, questions=24)
+
+
+@dataclass
+class Study:
+    """One checkpoint: where it is, where its results go, and what is loaded of it."""
+
+    folder: Path
+    results: Path
+    data: Path
+    sizes: Sizes
+    seed: int = 0
+
+    def __post_init__(self):
+        self.config = read_config(self.folder)
+        self.depth = self.config.num_layers
+        self.pop = PrefillPlan.deepest(self.depth)
+        self.vision = self.config.vision is not None
+        self._loaded: dict = {}
+
+    @property
+    def kv_file(self) -> Path:
+        return self.results / "kv-third.safetensors"
+
+    @property
+    def kv_half_file(self) -> Path:
+        return self.results / "kv-half.safetensors"
+
+    def model(self, folder: Path | None = None, dtype: str = "float32", packed: bool = False):
+        """A model, kept until another is asked for."""
+        key = (folder or self.folder, dtype, packed)
+        if key not in self._loaded:
+            self._loaded.clear()
+            model = load_model(*key[:2])
+            self._loaded[key] = pack(model) if packed else model
+        return self._loaded[key]
+
+    def tokenizer(self):
+        return load_tokenizer(self.folder)
+
+    def texts(self, kind: str) -> list[str]:
+        """The files of DATA/calibration or DATA/continuation."""
+        return [read_text(file) for file in sorted((self.data / kind).glob("*.txt"))]
+
+    def methods(self) -> dict[str, tuple[Path, PrefillPlan]]:
+        """name -> checkpoint and plan, of those that were made."""
+        found = {"full": (self.folder, PrefillPlan.full(self.depth)), "POP": (self.folder, self.pop)}
+        if self.kv_file.exists():
+            found["POP calibrated"] = (self.folder, PrefillPlan.deepest(self.depth, kv=self.kv_file))
+        for name in ("Wanda", "SliceGPT", "ShortGPT"):
+            folder = self.results / name.lower()
+            if (folder / "config.json").exists():
+                found[name] = (folder, PrefillPlan.full(read_config(folder).num_layers))
+        return found
+
+
+# --- the steps ------------------------------------------------------------------------------------------------------------------
+
+
+def importance(study: Study) -> dict:
+    """Figure 1: the Fisher information of each layer's gates, and how well it ranks layers by what their removal does."""
+    model, tokenizer = study.model(), study.tokenizer()
+    processor = load_processor(study.folder) if study.vision else None
+    prompts = measuring_prompts(None, tokenizer, study.vision)
+    count, tokens = study.sizes.importance, 32
+    partial = study.results / "importance.partial.json"
+    records = json.loads(partial.read_text())["records"] if partial.exists() else []
+    todo = (prompts[i % len(prompts)].inputs(tokenizer, processor) for i in range(len(records), count))
+    for inputs, response in rollouts(model, todo, tokens, study.seed, len(records)):
+        removal = None
+        if len(records) < study.sizes.validation:
+            removal = torch.stack([removal_losses(Sample(model, inputs, response), stage=stage) for stage in STAGES]).tolist()
+        records.append([gate_gradients(model, inputs, response).double().square().tolist(), removal])
+        write_text(partial, json.dumps({"records": records}))
+    measured = Importance.of(torch.tensor([squares for squares, _ in records], dtype=torch.float64))
+    removal = torch.tensor([row for _, row in records if row is not None], dtype=torch.float64).mean(0)  # [2, L]
+    partial.unlink()
+    return {"prefill": measured.prefill.tolist(), "decode": measured.decode.tolist(), "prefill_stderr": measured.prefill_error.tolist(),
+            "decode_stderr": measured.decode_error.tolist(), "samples": count, "response_tokens": tokens,
+            "validation": {"samples": study.sizes.validation, "removal": removal.tolist(),
+                           "rank_correlation": [rank_correlation(a, b) for a, b in zip((measured.prefill, measured.decode), removal)]}}
+
+
+def calibration(study: Study) -> dict:
+    """The calibrated K/V at one third and one half, and what they close of the gap on text they have not seen."""
+    model = study.model()
+    samples = tiny_vl_samples(study) if study.vision else text_samples(study, "calibration", study.sizes.calibration)
+    fresh = tiny_vl_samples(study, heldout=True) if study.vision else text_samples(study, "continuation", study.sizes.fresh, 448)
+    full = continuation_loss(model, PrefillPlan.full(study.depth), fresh)
+    found = {"samples": len(samples), "tokens": sum(len(prompt) for prompt, _ in samples), "fresh": len(fresh), "full": full.tolist(), "cuts": []}
+    for ratio, file in ((1 / 3, study.kv_file), (1 / 2, study.kv_half_file)):
+        plan = PrefillPlan.deepest(study.depth, ratio)
+        made = calibrate(model, samples, plan.cut)
+        made.projection.notes = {"checkpoint": study.folder.name}
+        made.projection.save(file)
+        found["cuts"].append({"skipped": len(plan.skip), "error": made.error.tolist(), "penalty": made.penalty.tolist(),
+                              "divergences": made.divergences,
+                              "pop": continuation_loss(model, plan, fresh).tolist(),
+                              "calibrated": continuation_loss(model, PrefillPlan(study.depth, plan.skip, kv=file), fresh).tolist()})
+    return found
+
+
+def baselines(study: Study) -> dict:
+    """Wanda 30%, SliceGPT 25%, ShortGPT 25%, calibrated with the same text, saved as checkpoints."""
+    model = study.model()
+    sequences = text_sequences(study.tokenizer(), study.texts("calibration"), study.sizes.baseline, 512, study.seed)
+    short, removed = shortgpt(model, sequences, 0.25)
+    made = {"ShortGPT": short, "Wanda": wanda(model, sequences, 0.3)}
+    if not study.config.family.startswith("gemma"):
+        made["SliceGPT"] = slicegpt(model, sequences, 0.25)
+    for name, pruned in made.items():
+        folder = study.results / name.lower()
+        shutil.rmtree(folder, ignore_errors=True)  # of other sizes
+        save_pruned(pruned.bfloat16(), study.folder, folder)
+    return {"removed": list(removed), "sequences": len(sequences), "methods": list(made)}
+
+
+def quality(study: Study, method: str) -> dict:
+    """Table 1: the likelihood tasks, the retrieval and the continuation."""
+    folder, plan = study.methods()[method]
+    return {**scores(study, folder, plan, CHOICE_TASKS, study.sizes.choice_items),
+            **scores(study, folder, plan, READING_TASKS, study.sizes.reading_items)}
+
+
+def generation(study: Study, method: str) -> dict:
+    """Table 1's GSM8K and HumanEval, few items: a model this small is near the floor."""
+    folder, plan = study.methods()[method]
+    return scores(study, folder, plan, GENERATION_TASKS, study.sizes.generation_items)
+
+
+def ablation(study: Study) -> dict:
+    """Table 3: what each choice of the design is worth."""
+    return {name: scores(study, study.folder, plan, READING_TASKS, study.sizes.ablation_items) for name, plan in ablations(study.depth).items()}
+
+
+def sweep(study: Study) -> dict:
+    """Table 4 and Figure 2: from nothing to 60% of the layers, and the calibrated forms."""
+    plans = {f"{ratio:.0%}": plan for ratio, plan in ratio_sweep(study.depth).items()}
+    if study.kv_file.exists():
+        plans |= {"33%": study.pop, "33% calibrated": PrefillPlan.deepest(study.depth, kv=study.kv_file),
+                  "50% calibrated": PrefillPlan.deepest(study.depth, 1 / 2, kv=study.kv_half_file)}
+    found = {}
+    for name, plan in plans.items():
+        found[name] = {"skipped": len(plan.skip), "ideal": costs.ideal_speedup(study.config, 1024, plan),
+                       **scores(study, study.folder, plan, READING_TASKS, study.sizes.ablation_items)}
+    model = study.model(dtype=study.sizes.timing_dtype, packed=True)
+    times = prefill_times({name: (model, plan) for name, plan in plans.items()}, 1024, study.sizes.repeats)
+    for name in plans:
+        found[name]["seconds"] = times[name]
+    return found
+
+
+def drift(study: Study) -> dict:
+    """How far the pruned prefill's streams, values and attention outputs lie from the full one's."""
+    model = study.model()
+    prompts = text_sequences(study.tokenizer(), study.texts("continuation"), study.sizes.drift, 256, study.seed)
+    plans = {"POP": study.pop, "POP calibrated": PrefillPlan.deepest(study.depth, kv=study.kv_file)}
+    return {name: {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in vars(measure_drift(model, plan, prompts)).items()}
+            for name, plan in plans.items()}
+
+
+def speed(study: Study) -> dict:
+    """Table 2: time to first token of each method, all in turn."""
+    loaded = {}
+    for name, (folder, plan) in study.methods().items():
+        if folder != study.folder or "full" not in loaded:
+            model = pack(load_model(folder, study.sizes.timing_dtype))
+        loaded[name] = (model if folder != study.folder else loaded.get("full", (model,))[0], plan)
+    lengths = [n for n in LENGTHS if n <= study.config.max_position_embeddings]
+    return {"dtype": study.sizes.timing_dtype, "threads": torch.get_num_threads(), "torch": torch.__version__,
+            "lengths": {n: {"seconds": prefill_times(loaded, n, study.sizes.repeats),
+                            "ideal": costs.ideal_speedup(study.config, n, study.pop)} for n in lengths}}
+
+
+def pictures(study: Study) -> dict:
+    """The tiny VLM's held-out questions under full prefill, POP and calibrated POP."""
+    from eval_tiny_vl import answers, questions
+
+    model, processor, asked = study.model(), load_processor(study.folder), questions(study.sizes.questions)
+    plans = {"full": PrefillPlan.full(study.depth)}
+    for ratio, file in ((1 / 3, study.kv_file), (1 / 2, study.kv_half_file)):
+        plan = PrefillPlan.deepest(study.depth, ratio)
+        plans |= {f"POP {len(plan.skip)}/{study.depth}": plan, f"POP {len(plan.skip)}/{study.depth} calibrated": PrefillPlan(study.depth, plan.skip, kv=file)}
+    found = {}
+    for name, plan in plans.items():
+        right = [said == answer for (_, _, _, answer), said in zip(asked, answers(model, processor, plan, asked))]
+        found[name] = {kind: [float(ok) for ok, item in zip(right, asked) if item[0] == kind] for kind in dict.fromkeys(item[0] for item in asked)}
+    return found
+
+
+def steps(study: Study) -> Iterator[tuple[str, Callable[[], dict]]]:
+    """Name and work of each step, in the order in which they need each other; the timings first, on a machine that is still cool."""
+    yield "calibration", lambda: calibration(study)
+    if study.vision:
+        yield "importance", lambda: importance(study)
+        yield "pictures", lambda: pictures(study)
+        return
+    yield "baselines", lambda: baselines(study)
+    yield "speed", lambda: speed(study)
+    for method in ("full", "POP", "POP calibrated", "Wanda", "SliceGPT", "ShortGPT"):
+        if method != "SliceGPT" or not study.config.family.startswith("gemma"):
+            yield f"quality {method}", lambda method=method: quality(study, method)
+    yield "ablation", lambda: ablation(study)
+    yield "sweep", lambda: sweep(study)
+    yield "importance", lambda: importance(study)
+    yield "drift", lambda: drift(study)
+    for method in ("full", "POP"):
+        yield f"generation {method}", lambda method=method: generation(study, method)
+
+
+# --- what they share ------------------------------------------------------------------------------------------------------------
+
+
+def scores(study: Study, folder: Path, plan: PrefillPlan, tasks: tuple[str, ...], items: int) -> dict:
+    """task -> the metric of each item, in order: the same items for every method, so differences can be paired."""
+    model = study.model(folder)
+    results = evaluate(model, study.tokenizer(), plan, tasks, limit=items, seed=study.seed, data=study.data, allow_code_execution=True)
+    found = {}
+    for task in tasks:
+        rows = [row for row in results["samples"][task] if METRICS[task] in row]
+        chosen = [row for row in rows if row.get("filter") == "flexible-extract"] or rows  # GSM8K has two filters
+        found[task] = [float(row[METRICS[task]]) for row in sorted(chosen, key=lambda row: row["doc_id"])]
+    return found
+
+
+def prefill_times(contenders: dict, tokens: int, repeats: int) -> dict[str, list[float]]:
+    """name -> seconds to the first token of one random prompt, a number a turn. contenders: name -> (model, plan)."""
+    ids = torch.randint(0, 1000, (1, tokens), generator=torch.Generator().manual_seed(0))
+    work = {}
+    for name, (model, plan) in contenders.items():
+        runner = Runner(model, plan, max_seq_len=tokens)
+        work[name] = (runner.reset, lambda runner=runner: runner.prefill(ids))
+    timings = take_turns(work, repeats * (4 if tokens < 512 else 1), 1, torch.device("cpu"))
+    return {timing.name: timing.seconds for timing in timings}
+
+
+def text_samples(study: Study, kind: str, count: int, length: int = 512) -> list[tuple[list[int], list[int]]]:
+    """Prompts and continuations: 384 and 128 tokens to calibrate with, 384 and 64 to measure on."""
+    pieces = text_sequences(study.tokenizer(), study.texts(kind), count, length, study.seed)
+    return [(piece[:384], piece[384:]) for piece in pieces]
+
+
+def tiny_vl_samples(study: Study, heldout: bool = False) -> list[tuple[ModelInputs, list[int]]]:
+    """Questions about pictures with their answers: of the training set's kind to calibrate with, held-out ones to measure on."""
+    from tiny_vl.scenes import ask, heldout_questions, make_scene, render
+
+    processor, rng = load_processor(study.folder), random.Random(study.seed)
+    count, made = study.sizes.calibration // (4 if heldout else 1), []
+    if heldout:
+        asked = heldout_questions(count, study.seed + 1, ("colour", "count", "relation", "read"))
+        pairs = [(picture, question, answer) for _, picture, question, answer in asked]
+    else:
+        pairs = []
+        while len(pairs) < count:
+            scene = make_scene(rng, text=rng.random() < 0.3)
+            question = ask(rng, scene)
+            if question is not None:
+                pairs.append((render(scene), question.question, question.answer))
+    for picture, question, answer in pairs:
+        inputs = processor([{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": question}]}])
+        made.append((inputs, processor.tokenizer.encode(answer, add_bos=False) + [study.config.eos_token_ids[0]]))
+    return made
