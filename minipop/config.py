@@ -18,6 +18,7 @@ from .files import read_json
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 MAX_LAYERS = 1000  # modules are built layer by layer before the weights are looked at
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+SLICED = "minipop_sliced"  # the mark of a model with a narrower stream (baselines/slicegpt.py)
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,12 @@ class ModelConfig:
     image_token_id: int | None = None
     vision_start_token_id: int | None = None
     vision: VisionConfig | None = None
+    sliced_width: int | None = None  # columns of the stream between the layers, where SliceGPT has cut them down from hidden_size
+
+    @property
+    def stream_width(self) -> int:
+        """Columns of the residual stream between the layers."""
+        return self.hidden_size if self.sliced_width is None else self.sliced_width
 
     @property
     def queries_width(self) -> int:
@@ -198,7 +205,7 @@ def read_config(folder: str | Path) -> ModelConfig:
         mrope_section=_mrope_section(text, head_dim) if family_name == "qwen3_vl" else None,
         image_token_id=_image_token_id(top, family_name),
         vision_start_token_id=top.optional_id("vision_start_token_id", 151652) if family_name == "qwen3_vl" else None,
-        vision=_vision(top, family, hidden_size),
+        vision=_vision(top, family, hidden_size), sliced_width=_sliced_width(text, family, hidden_size),
     )
 
 
@@ -366,6 +373,16 @@ def _vision(top: "_Fields", family: Family, hidden_size: int) -> VisionConfig | 
     if config.hidden_size % config.num_heads:
         raise ConfigError(f"{v.where}: hidden_size {config.hidden_size} is not a multiple of its {config.num_heads} heads")
     return config
+
+
+def _sliced_width(text: "_Fields", family: Family, hidden_size: int) -> int | None:
+    if text.get(SLICED) is None:
+        return None
+    width = text.nested(SLICED).count("width")
+    if family.gemma or family.vision or width > hidden_size or text.flag("tie_word_embeddings", False):
+        raise ConfigError(f"{text.where}: {SLICED} is for text models of Llama, Mistral and Qwen with a head of its own and a width of at "
+                          f"most hidden_size {hidden_size}")
+    return width
 
 
 class _Fields:

@@ -28,7 +28,7 @@ from .models.names import Sources
 from .plan import PrefillPlan, format_layers
 
 LENGTHS, RATIOS = (128, 512, 2048), ("1/4", "1/3", "1/2")
-PARTS = ("embedding", "attention", "MLP", "norms", "head", "vision tower", "vision projector")
+PARTS = ("embedding", "attention", "MLP", "shortcuts", "norms", "head", "vision tower", "vision projector")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -127,6 +127,8 @@ def part_of(name: str) -> str:
         return "vision projector" if projector else "vision tower"
     if "norm" in name.split(".")[-2]:
         return "norms"
+    if "shortcut" in name:
+        return "shortcuts"
     return {"embedding": "embedding", "head": "head"}.get(name.split(".")[0]) or ("MLP" if ".mlp." in name else "attention")
 
 
