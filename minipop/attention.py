@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .packing import has_kernels
+
 BLOCK = 128  # queries a block: large enough for the matrix product, small enough for the scores to stay in the CPU's cache
 
 
@@ -48,8 +50,11 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | Causal | None
     heads, tokens = q.shape[1:3]
     if isinstance(mask, Causal):
         plain = mask.is_plain(tokens)
-        if q.device.type == "cpu" and tokens >= 64 and not (plain and q.dtype == torch.float32):
-            return attend_in_blocks(q, keys, values, mask, scale)
+        if q.device.type == "cpu" and tokens >= 64:
+            quick = q.dtype != torch.float32 and has_kernels(q.dtype)
+            if quick or not plain:  # in float32, and where products of q's dtype are slow, a fresh prompt is better off with the kernel
+                wide = (t if quick else t.float() for t in (q, keys, values))
+                return attend_in_blocks(*wide, mask, scale).to(q.dtype)
         if plain:
             return F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=scale, enable_gqa=heads != keys.shape[1])
         mask = mask.mask(tokens, q.device)
@@ -57,6 +62,8 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | Causal | None
         # The heads that share a kv head are the query rows of one product: [B, H, 1, E] -> [B, K, H/K, E].
         rows = q.unflatten(1, (keys.shape[1], -1)).squeeze(3)
         return F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale).flatten(1, 2)[:, :, None]
+    if q.is_cuda and mask is not None and heads != keys.shape[1]:  # its fast kernel for masks has no grouped form: give every head its own rows
+        keys, values = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (keys, values))
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale, enable_gqa=heads != keys.shape[1])
 
 

@@ -8,6 +8,7 @@ Shapes: L layers, B batch, K kv heads, T cache rows in use, S max_seq_len, N new
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,12 +29,12 @@ class Span:
     width: int
     blocks: Tensor | None = None
 
-    @property
+    @cached_property
     def uniform(self) -> bool:
         """No padding and one common start: the pass touches a plain slice of the cache."""
         return bool((self.counts == self.width).all()) and bool((self.starts == self.starts[0]).all())
 
-    @property
+    @cached_property
     def stop(self) -> int:
         """T: columns in use once the span is written."""
         return int((self.starts + self.counts).max())
@@ -106,9 +107,12 @@ class KVCache:
         self.active = len(counts)
         self.lengths[: self.active] += counts
 
-    def rewind(self, n: int) -> None:
-        """Keep the first n columns of every row."""
-        self.lengths.clamp_(max=n)
+    def rewind(self, n: int | Tensor) -> None:
+        """Keep the first n columns of every row, or the first n[b] of each active one: LongTensor [B]."""
+        if isinstance(n, Tensor):
+            self.lengths[: self.active] = n
+        else:
+            self.lengths.clamp_(max=n)
 
     def reset(self) -> None:
         self.lengths.zero_()

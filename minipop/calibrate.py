@@ -244,8 +244,8 @@ def mean_divergence(samples: Sequence[Observed], map_: Tensor) -> float:
 @dataclass
 class Calibration:
     """projection: what goes into the file. error [L', 2]: of keys and values, the share of POP's weighted squared error that the regression
-    left on the held-out samples; penalty [L', 2]: what they chose. divergences: their KL from the full model, nats a token: under POP,
-    after the regression, and after each step."""
+    left on the held-out samples; penalty [L', 2]: what they chose (both 0 at the cut, where POP is exact). divergences: their KL from the
+    full model, nats a token: under POP, after the regression, and after each step."""
 
     projection: KVProjection
     error: Tensor
@@ -282,15 +282,15 @@ def calibrate(model: nn.Module, samples: Samples, cut: int, steps: int = 3, held
             statistics.add(observed.n, observed.targets, observed.loss_gradient())
             observed.targets = None  # large, and not needed any more
             group.append(observed)
-    if not (fit.power > 0).all() or not (check.power > 0).all():
-        raise PromptError("the samples' prompts are too short: nothing of them is pruned, or nothing that follows reads it")
+    if not fitted or not checked:
+        raise PromptError("the samples' prompts are too short: nothing of them is pruned")
     if not fit.gram.isfinite().all() or not fit.moments.isfinite().all() or not check.power.isfinite().all():
         raise MinipopError("the streams or their gradients are not finite: calibrate in float32; if that is so already, check the weights")
 
     map_ = torch.cat((weight.transpose(2, 3), bias[:, :, None]), 2)  # [L', 2, D + 1, K * E]
     divergences = [mean_divergence(checked, map_)]
-    error, penalty = torch.empty_like(fit.power), torch.empty_like(fit.power)
-    for layer in range(depth - cut):
+    error, penalty = torch.zeros_like(fit.power), torch.zeros_like(fit.power)
+    for layer in range(1, depth - cut):  # not the first: its own input is the stream at the cut, so POP is exact there
         for part in range(2):
             corrections = fit.solve(layer, part, PENALTIES)
             errors = [check.error(layer, part, correction) for correction in corrections]

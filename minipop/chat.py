@@ -18,9 +18,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from .cli import (Parser, add_model_arguments, add_plan_arguments, add_sampling_arguments, cache_bytes, clean_text, fail,
-                  load_from, memory_errors, parse_plan, plan_from, run, runner_from, sampling_from, show_bytes)
+from .cli import (Parser, add_model_arguments, add_parallel_argument, add_plan_arguments, add_sampling_arguments, cache_bytes,
+                  clean_text, fail, load_from, memory_errors, parse_plan, plan_from, run, runner_from, sampling_from, show_bytes)
 from .errors import CheckpointError, MinipopError, PromptError
+from .parallel import join
 from .session import ChatSession
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -61,10 +62,12 @@ def _parser() -> argparse.ArgumentParser:
     add_model_arguments(parser, default=f"{DEFAULT_MODEL}, fetched when it is not there")
     add_plan_arguments(parser)
     add_sampling_arguments(parser, max_new_tokens="what fits")
+    add_parallel_argument(parser)
     return parser
 
 
 def _chat(args: argparse.Namespace) -> int:
+    args.team = join(args.tp, args.device)
     interactive = args.prompt is None and sys.stdin.isatty()
     prompt = None if interactive else read_prompt(args.prompt)
     args.ckpt = default_checkpoint() if args.ckpt is None else args.ckpt

@@ -11,6 +11,8 @@ machine that PyTorch supports.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
 import mmap
 import os
@@ -448,6 +450,12 @@ def load_parameters(
                               "damaged, or the dtype too narrow for it")
     for slot, tensor in filled:
         slot.assign(tensor)
+
+
+def return_freed_memory() -> None:
+    """Give memory that was freed back to the system, where the C library can (glibc): it keeps what it may need again."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @dataclass(frozen=True)

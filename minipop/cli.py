@@ -138,6 +138,12 @@ def add_model_arguments(parser: argparse.ArgumentParser, default: str | None = N
                        f"(default: {DEFAULT_SEQ_LEN}, or what the model allows)")
 
 
+def add_parallel_argument(parser: argparse.ArgumentParser) -> None:
+    """--tp. A command that has it begins with `args.team = parallel.join(args.tp, args.device)`."""
+    parser.add_argument("--tp", type=positive, default=1, metavar="N", help="divide the model over N processes, which "
+                        "`python -m torch.distributed.run --nproc-per-node N -m ...` starts (default: 1)")
+
+
 def add_plan_arguments(parser: argparse.ArgumentParser, default: str = "the deepest 1/3") -> None:
     """--full, --ratio, --skip-layers, --plan (one of them), --kv."""
     group = parser.add_argument_group("prefill plan", "which layers the prompt skips; the answer always runs through all of them")
@@ -146,8 +152,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser, default: str = "the deep
     one.add_argument("--ratio", metavar="R", help=f"skip this share of the layers, the deepest: 0.25 or 1/3 (default: {default})")
     one.add_argument("--skip-layers", metavar="LIST", help="skip these layers, counted from 0: 20-29 or 3,6,9-11")
     one.add_argument("--plan", metavar="FILE", help="a plan file (JSON)")
-    # Plans can name calibrated K/V projections; this version's Runner refuses them in one line, so help does not offer them.
-    group.add_argument("--kv", metavar="FILE", help=argparse.SUPPRESS)
+    group.add_argument("--kv", metavar="FILE", help="calibrated K/V for the skipped layers, a file that minipop.calibrate made")
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, max_new_tokens: str = "256") -> None:
@@ -166,15 +171,21 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, max_new_tokens: str 
 # --- what is made from them -----------------------------------------------------------------------------------------------------
 
 
-def load_from(args: argparse.Namespace) -> tuple[Path, nn.Module, Tokenizer, Processor | None]:
-    """The folder, model, tokenizer and, for a vision-language checkpoint, processor that the model arguments name."""
+def load_from(args: argparse.Namespace, packed: bool = True) -> tuple[Path, nn.Module, Tokenizer, Processor | None]:
+    """The folder, model, tokenizer and, for a vision-language checkpoint, processor that the model arguments name.
+
+    packed: rearrange the weights for speed where that is possible; the model has no gradients then (packing.py).
+    """
     if args.threads:
         torch.set_num_threads(args.threads)
     check_device(args.device)
     folder = resolve_checkpoint(args.ckpt)
     processor = None if read_config(folder).vision is None else load_processor(folder)
     tokenizer = load_tokenizer(folder) if processor is None else processor.tokenizer  # first: it is the quicker one to fail
-    return folder, pack(load_model(folder, args.dtype, args.device)), tokenizer, processor
+    team = getattr(args, "team", None)
+    load = load_model if team is None else team.load
+    model = load(folder, args.dtype, args.device)
+    return folder, pack(model) if packed else model, tokenizer, processor
 
 
 def check_device(name: str) -> None:

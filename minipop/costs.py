@@ -3,7 +3,7 @@
 A multiply-add counts as two operations. Norms, softmax and rotary embeddings are left out: they are a per cent or two.
 """
 
-from .config import ModelConfig
+from .config import ModelConfig, VisionConfig
 from .plan import PrefillPlan
 
 
@@ -16,14 +16,21 @@ def attended_rows(n: int, window: int | None, start: int = 0) -> int:
 
 def layer_flops(config: ModelConfig, layer: int, n: int, start: int = 0) -> int:
     """A whole layer on n tokens."""
-    d, q, kv = config.hidden_size, config.queries_width, config.kv_width
-    matrices = d * (q + 2 * kv) + q * d + 3 * d * config.intermediate_size
-    return 2 * n * matrices + 4 * q * attended_rows(n, config.layer_windows[layer], start)  # scores and weighted sum
+    matrices = sum(layer_parameters(config, layer).values())
+    return 2 * n * matrices + 4 * config.queries_width * attended_rows(n, config.layer_windows[layer], start)  # scores and weighted sum
+
+
+def layer_parameters(config: ModelConfig, layer: int) -> dict[str, int]:
+    """Values in the matrices of a layer. `shortcuts`: those of a sliced model's residual connections (baselines/slicegpt.py)."""
+    d, q, kv, mlp = config.stream_width, config.queries_width, config.kv_width, config.intermediate_size
+    written = config.hidden_size if layer == config.num_layers - 1 else d  # a sliced model's last layer gives back the whole stream
+    parts = {"attention": d * (q + 2 * kv) + q * d, "mlp": 2 * d * mlp + mlp * written}
+    return parts if config.sliced_width is None else {**parts, "shortcuts": d * d + d * written}
 
 
 def kv_flops(config: ModelConfig, n: int) -> int:
     """K and V alone, as a skipped layer computes them on n tokens."""
-    return 2 * n * config.hidden_size * 2 * config.kv_width
+    return 2 * n * config.stream_width * 2 * config.kv_width
 
 
 def prefill_flops(config: ModelConfig, n: int, plan: PrefillPlan) -> int:
@@ -40,6 +47,18 @@ def prefill_flops(config: ModelConfig, n: int, plan: PrefillPlan) -> int:
     return total
 
 
+def vision_flops(vision: VisionConfig, patches: int, rows: int) -> int:
+    """The vision tower on one picture of so many patches, which becomes so many rows of the prompt."""
+    d, per_patch = vision.hidden_size, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    block = 2 * patches * (4 * d * d + 2 * d * vision.intermediate_size) + 4 * d * patches**2
+    if vision.kind == "siglip":
+        out = 2 * rows * d * vision.out_hidden_size
+    else:  # a merger at the end, and one for each layer that DeepStack taps
+        wide = d * vision.spatial_merge_size**2
+        out = 2 * rows * wide * (wide + vision.out_hidden_size) * (1 + len(vision.deepstack_indexes))
+    return 2 * patches * per_patch * d + vision.depth * block + out
+
+
 def ideal_speedup(config: ModelConfig, n: int, plan: PrefillPlan) -> float:
     """Operations of the full prefill over those of the plan: the speed-up if time were proportional to operations."""
     return prefill_flops(config, n, PrefillPlan.full(config.num_layers)) / prefill_flops(config, n, plan)
@@ -52,16 +71,14 @@ def cache_bytes_per_token(config: ModelConfig, itemsize: int) -> int:
 
 def decoder_parameters(config: ModelConfig) -> dict[str, int]:
     """Parameters of the text decoder by part; `head` is 0 when it is the embedding. Norms and biases are left out."""
-    d = config.hidden_size
-    return {"embedding": config.vocab_size * d,
-            "attention": config.num_layers * d * (2 * config.queries_width + 2 * config.kv_width),
-            "mlp": config.num_layers * 3 * d * config.intermediate_size,
-            "head": 0 if config.tie_word_embeddings else config.vocab_size * d}
+    layers = [layer_parameters(config, layer) for layer in range(config.num_layers)]
+    return {"embedding": config.vocab_size * config.stream_width, **{part: sum(layer[part] for layer in layers) for part in layers[0]},
+            "head": 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size}
 
 
 def decode_bytes(config: ModelConfig, rows: int, batch: int, itemsize: int) -> int:
     """Memory that one decode step must read: every matrix once, the head, and of each sequence's `rows` those in its windows."""
     parts = decoder_parameters(config)
     seen = sum(rows if window is None else min(rows, window) for window in config.layer_windows)
-    weights = parts["attention"] + parts["mlp"] + config.vocab_size * config.hidden_size
+    weights = sum(parts.values()) - parts["embedding"] - parts["head"] + config.vocab_size * config.hidden_size
     return itemsize * (weights + batch * seen * 2 * config.kv_width)

@@ -35,12 +35,13 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from .cli import (DEFAULT_SEQ_LEN, Parser, add_model_arguments, add_plan_arguments, add_sampling_arguments, load_from, plan_from,
-                  positive, run, runner_from, sampling_from)
+from .cli import (DEFAULT_SEQ_LEN, Parser, add_model_arguments, add_parallel_argument, add_plan_arguments, add_sampling_arguments,
+                  load_from, plan_from, positive, run, runner_from, sampling_from)
 from .errors import MinipopError, PromptError
 from .files import parse_json
 from .inputs import Batch, ModelInputs
 from .packing import plain_weights
+from .parallel import join
 from .plan import PrefillPlan
 from .processing import IMAGE_KEYS, Processor, split_images
 from .runner import Runner
@@ -67,10 +68,12 @@ def _parser() -> argparse.ArgumentParser:
     add_model_arguments(parser)
     add_plan_arguments(parser)
     add_sampling_arguments(parser)
+    add_parallel_argument(parser)
     return parser
 
 
 def _generate(args: argparse.Namespace) -> int:
+    args.team = join(args.tp, args.device)
     prompts = read_prompts(args.input)
     folder, model, tokenizer, processor = load_from(args)
     plan, params = plan_from(args, model.config.num_layers), sampling_from(args, folder)

@@ -11,6 +11,7 @@ tokens which do run through it later find the prompt there.
 Shapes: B batch, N new tokens, T cache rows, D hidden, H heads, K kv heads, E head_dim.
 """
 
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -61,12 +62,11 @@ class RMSNorm(nn.Module):
 
     def normalise(self, x: Tensor) -> Tensor:
         """x / rms(x) in float32."""
-        x = x.float()
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        return F.rms_norm(x.float(), x.shape[-1:], eps=self.eps)
 
     def apply_weight(self, x: Tensor, weight: Tensor) -> Tensor:
         """The norm with another weight: several layers' at once, say."""
-        return weight * self.normalise(x).to(x.dtype)
+        return weight * F.rms_norm(x, x.shape[-1:], eps=self.eps)  # computed in float32 and rounded, in one call
 
     def scale(self) -> Tensor:
         """What the normalised x is multiplied by."""
@@ -83,8 +83,11 @@ class GemmaRMSNorm(RMSNorm):
         return 1.0 + self.weight.float()
 
 
-def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Angles a position adds to each pair of dimensions, float32 [E/2]."""
+@lru_cache
+def rope_frequencies(rope: RopeConfig, head_dim: int, device: torch.device | str = "cpu") -> Tensor:
+    """Angles a position adds to each pair of dimensions, float32 [E/2]; made once for each device."""
+    if str(device) != "cpu":
+        return rope_frequencies(rope, head_dim).to(device)  # made on the CPU, so that all devices have the same bits
     inv_freq = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
     if rope.kind == "linear":
         return inv_freq / rope.factor

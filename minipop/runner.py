@@ -11,13 +11,16 @@ Both give the same cache and logits; the fused form reads the lower layers' weig
 Shapes: B batch, N new tokens, D hidden, L layers, S max_seq_len.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from .cache import KVCache, Span
+from .cache import CachePass, KVCache, Span
+from .decoding import GraphedStep, OneToken, fits, places
 from .errors import MinipopError, PlanError, PromptError
+from .files import one_line
 from .inputs import Batch, ModelInputs, check_token_ids
 from .layers import KV, Rope, Tap, no_tap
 from .plan import PrefillPlan
@@ -50,9 +53,13 @@ class Runner:
     batch_size: rows of the cache. fused: use the faster forms where the plan allows them: the fused boundary, and the skipped layers'
     K/V in one product. chunk_size: most prompt tokens that go through the layers at once; a longer prompt is cut up, which bounds the
     working memory and changes nothing else. tap: see `layers.Tap`.
-    Raises PlanError when the plan is for another depth, PromptError when max_seq_len exceeds what the model was made for,
-    MinipopError when the cache cannot be allocated.
+    Raises PlanError when the plan is for another depth or its K/V file for another checkpoint, PromptError when max_seq_len exceeds
+    what the model was made for, MinipopError when the cache cannot be allocated.
     """
+
+    def __new__(cls, model: nn.Module, *arguments, **options):
+        # A model that is spread over processes brings the runner that takes the others along (parallel.py).
+        return super().__new__(getattr(model, "runner_class", cls) if cls is Runner else cls)
 
     def __init__(self, model: nn.Module, plan: PrefillPlan | None = None, max_seq_len: int = 4096, batch_size: int = 1, *,
                  fused: bool = True, chunk_size: int = 2048, tap: Tap = no_tap):
@@ -61,8 +68,6 @@ class Runner:
         self.fused, self.chunk_size, self.tap = fused, chunk_size, tap
         if self.plan.num_layers != config.num_layers:
             raise PlanError(f"the plan is for {self.plan.num_layers} layers, the model has {config.num_layers}")
-        if self.plan.kv is not None:
-            raise PlanError("calibrated K/V files are not supported by this version")
         for name, value in (("max_seq_len", max_seq_len), ("batch_size", batch_size), ("chunk_size", chunk_size)):
             if type(value) is not int or value < 1:
                 raise PromptError(f"{name} must be a positive whole number, not {value!r}")
@@ -77,6 +82,11 @@ class Runner:
             size = 2 * config.num_layers * batch_size * config.kv_width * max_seq_len * weight.element_size()
             raise MinipopError(f"no memory for a cache of {size / 2**30:.1f} GiB: lower max_seq_len or batch_size") from None
         self._stacked: tuple[PrefillPlan, StackedKV] | None = None  # made for a plan when it is first needed
+        if self.plan.kv is not None and self.stacked_kv() is None:  # raises PlanError if the file is not for this model and plan
+            raise PlanError("calibrated K/V belong to a plan that skips the deepest layers and projects their K/V, above the layers that "
+                            f"DeepStack adds image rows to; this one has {self.plan.describe()}")
+        self._one_token: OneToken | None = None  # likewise
+        self._graphs: GraphedStep | None | bool = None  # likewise; False once recording has failed
         self._tokens = torch.zeros(batch_size, max_seq_len, dtype=torch.long)  # the ids behind the cache's rows
         # The next free position after each column, -1 inside an image; it differs from the column number only for M-RoPE.
         self._following = torch.zeros(batch_size, max_seq_len + 1, dtype=torch.long) if config.image_token_id is not None else None
@@ -161,8 +171,10 @@ class Runner:
         self._check_room(starts, counts)
         batch = Batch(ids, counts)
         positions, following = self.model.positions(batch, starts + self._deltas(len(starts)))
-        x = self.tap(-1, "resid", self.model.embed_tokens(ids))
-        logits = self.model.logits(_Part(self, Span(starts, counts, ids.shape[1]), x, positions).run())
+        logits = self._graphed_step(ids, positions, starts)
+        if logits is None:
+            x = self.tap(-1, "resid", self.model.embed_tokens(ids))
+            logits = self.model.logits(_Part(self, Span(starts, counts, ids.shape[1]), x, positions).run())
         self._remember(batch, starts, positions, following)
         self.cache.commit(counts)
         return logits
@@ -195,11 +207,12 @@ class Runner:
             logits = self.decode([token_id])
 
     def generate_batch(self, inputs: Sequence, params: SamplingParams = SamplingParams(),
-                       on_token: Callable[[int, int, Tensor], None] | None = None) -> list[list[int]]:
+                       on_token: Callable[[int, int, Tensor], object] | None = None) -> list[list[int]]:
         """Answers to independent prompts, `batch_size` at a time; each equals what `generate` would give alone.
 
         A finished row leaves the batch at once. Needs an empty cache and leaves it empty. on_token(prompt, id, logits): called for
-        every token as it is sampled, with the number of its prompt and the logits [vocab] it was sampled from.
+        every token as it is sampled, with the number of its prompt and the logits [vocab] it was sampled from; where it returns
+        something true, that answer ends.
         """
         if self.cache.length:
             raise PromptError("generate_batch needs an empty cache: call reset() first")
@@ -226,12 +239,12 @@ class Runner:
         rows = list(range(len(sequences)))  # which prompt lies in which row of the cache
         while rows:
             ids = sampler.sample(logits).tolist()
+            ended = set()
             for row, token_id, row_logits in zip(rows, ids, logits):
                 answers[row].append(token_id)
-                if on_token is not None:
-                    on_token(first + row, token_id, row_logits)
-            kept = [i for i, (row, token_id) in enumerate(zip(rows, ids))
-                    if token_id not in stop and len(answers[row]) < params.max_new_tokens
+                if on_token is not None and on_token(first + row, token_id, row_logits) or token_id in stop:
+                    ended.add(row)
+            kept = [i for i, row in enumerate(rows) if row not in ended and len(answers[row]) < params.max_new_tokens
                     and self.cache.lengths[i] < self.cache.max_seq_len]
             if len(kept) < len(rows):
                 kept = self._compact(kept)
@@ -257,14 +270,38 @@ class Runner:
         return order
 
     def stacked_kv(self) -> StackedKV | None:
-        """The one-product form of the plan's skipped layers; None where only the plain form shows or does what is asked."""
+        """The one-product form of the plan's skipped layers; None where only the plain form shows or does what is asked.
+
+        Calibrated K/V have this form only.
+        """
         plan = self.plan
-        plain = not self.fused or self.tap is not no_tap or not plan.project_kv or not plan.skip or not plan.is_suffix
-        if plain or plan.cut < self.model.deepstack_layers:  # DeepStack changes the stream between skipped layers
+        possible = plan.project_kv and plan.skip and plan.is_suffix
+        possible = possible and plan.cut >= self.model.deepstack_layers  # DeepStack changes the stream between skipped layers
+        if not possible or plan.kv is None and (not self.fused or self.tap is not no_tap):
             return None
         if self._stacked is None or self._stacked[0] != plan:
             self._stacked = plan, StackedKV(self.model, plan)
         return self._stacked[1]
+
+    def one_token(self) -> OneToken | None:
+        """The fast form of the full model for one token a row; None where only the plain form does what is asked."""
+        if not self.fused or self.tap is not no_tap or self.cache.hidden is not None:
+            return None
+        if self._one_token is None and fits(self.model):
+            self._one_token = OneToken(self.model)
+        return self._one_token
+
+    def _graphed_step(self, ids: Tensor, positions: Tensor, starts: Tensor) -> Tensor | None:
+        """One decode step by a CUDA graph, logits [B, 1, vocab]; None where there is none to replay."""
+        if self._graphs is False or ids.shape[1] != 1 or self.one_token() is None or not GraphedStep.fits(self.model):
+            return None
+        try:
+            self._graphs = self._graphs or GraphedStep(self.model, self.one_token(), self.cache)
+            return self._graphs(ids, positions, starts)
+        except RuntimeError as problem:
+            warnings.warn(f"decoding without CUDA graphs: {one_line(problem)}", RuntimeWarning, stacklevel=4)
+            self._graphs = False
+            return None
 
     # --- the session ---------------------------------------------------------------------------------------------------
 
@@ -272,16 +309,25 @@ class Runner:
         """The ids whose K/V the cache holds."""
         return self._tokens[row, : int(self.cache.lengths[row])].tolist()
 
-    def rewind(self, n: int) -> None:
-        """Keep the first n cache rows (undo, retry, reuse of a common prefix). Raises PromptError if that cuts an image."""
-        if type(n) is not int or not 0 <= n <= self.cache.length:
-            raise PromptError(f"cannot rewind to {n!r}: the cache holds {self.cache.length} rows")
-        if n == 0:
-            return self.reset()
+    def rewind(self, n: int | Tensor) -> None:
+        """Keep the first n cache rows (undo, retry, reuse of a common prefix), or the first n[b] of each sequence: LongTensor [B].
+
+        Raises PromptError if that cuts an image, or if n[b] is more than the sequence holds.
+        """
         active, lengths = self.cache.active, self.cache.lengths[: self.cache.active]
-        if self._following is not None and bool((self._following[:active, n][lengths > n] < 0).any()):
-            raise PromptError(f"cannot rewind to {n}: that is in the middle of an image")
-        self.cache.rewind(n)
+        if isinstance(n, Tensor):
+            if n.dtype != torch.long or n.shape != lengths.shape or bool(((n.cpu() < 0) | (n.cpu() > lengths)).any()):
+                raise PromptError(f"cannot rewind to {n.tolist()!r:.80}: the cache holds {lengths.tolist()!r:.80} rows")
+            keep = n.cpu()
+        elif type(n) is int and 0 <= n <= self.cache.length:
+            keep = lengths.clamp(max=n)
+        else:
+            raise PromptError(f"cannot rewind to {n!r:.80}: the cache holds {self.cache.length} rows")
+        if not keep.any():
+            return self.reset()
+        if self._following is not None and bool((self._following[torch.arange(active), keep][lengths > keep] < 0).any()):
+            raise PromptError(f"cannot rewind to {n if isinstance(n, int) else n.tolist()}: that is in the middle of an image")
+        self.cache.rewind(keep)
 
     def reset(self) -> None:
         """Forget everything."""
@@ -385,12 +431,23 @@ class _Part:
         """The stream after `layers` (all of them by default), those the plan skips as K/V only."""
         runner = self.runner
         layers = range(runner.plan.num_layers) if layers is None else layers
+        fast = runner.one_token() if plan is None and self._has_one_token(layers) else None
+        if fast is not None:
+            return fast(self.x, self.rope, *places(runner.cache, self.span.starts, fast.windows), layers)
         stacked = None if plan is None else runner.stacked_kv()
         below = layers if stacked is None else range(layers.start, min(layers.stop, stacked.cut))
         x = run_layers(runner.model, self.x, self.rope, self.kv, self.deepstack, plan, below, runner.tap)
         if below.stop < layers.stop:
-            stacked.write(x, self.rope, self.kv)
+            stacked.write(x, self.rope, self.kv, runner.tap)
+            for i in range(stacked.cut, layers.stop):
+                x = runner.tap(i, "resid", x)
         return x
+
+    def _has_one_token(self, layers: range) -> bool:
+        """Nothing but one token of text a row, its K/V for the cache and nobody else."""
+        span, later = self.span, layers.start >= self.runner.model.deepstack_layers
+        return (span.width == 1 and bool((span.counts == 1).all()) and span.blocks is None and (later or not self.deepstack)
+                and type(self.kv) is CachePass)
 
     def split(self, boundary_counts: Tensor) -> tuple["_Part", "_Part"]:
         """What comes before the boundary, and the boundary."""

@@ -55,6 +55,7 @@ class Tokenizer:
         num_token_ids: the largest id the tokenizer knows, plus one.
         special_ids: frozenset, the ids of the special tokens; `decode` leaves them out.
         adds_bos: whether `encode` puts BOS first. has_chat_template: whether the checkpoint brings a chat template.
+        chat_template: the template's source, or None.
     """
 
     def __init__(self, files: TokenizerFiles):
@@ -76,6 +77,7 @@ class Tokenizer:
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(end for end in ends if end is not None))
 
         self._token_bytes = _TokenBytes(component_state(backend.decoder), f"{files.folder}/tokenizer.json: decoder")
+        self.chat_template: str | None = None if files.template is None else files.template[0]
         self._template = None if files.template is None else ChatTemplate(*files.template)
         # Control tokens: the special tokens, and added tokens in brackets that the template writes (Qwen3's <think>). Other added
         # tokens, such as Gemma's "\n\n", are text.

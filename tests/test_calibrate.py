@@ -154,24 +154,30 @@ def test_it_brings_the_pruned_model_closer_to_the_full_one(family, tmp_path):
     """On prompts it has not seen. The layers do little (as deep layers do), or there would be nothing linear to find."""
     model = tiny_model(family)
     for layer in model.layers[CUT:]:
-        layer.attn.o.weight.mul_(0.3)
-        layer.mlp.down.weight.mul_(0.3)
-    made = calibrate(model, samples(24, prompt=40), CUT)
+        if family.startswith("gemma"):  # what comes after a block is normed: scale the norms, which are stored as w - 1
+            for norm in (layer.attn_post_norm, layer.mlp_post_norm):
+                norm.weight.mul_(0.3).sub_(0.7)
+        else:
+            layer.attn.o.weight.mul_(0.3)
+            layer.mlp.down.weight.mul_(0.3)
+    made = calibrate(model, samples(32, prompt=40), CUT)
     path = str(tmp_path / "kv.safetensors")
     made.projection.save(path)
     kv = PrefillPlan.deepest(DEPTH, 1 / 3, kv=path)
 
-    def distance(plan):
-        errors = []
-        for ids, _ in samples(8, seed=1, prompt=40):
-            full, pruned = Runner(model, max_seq_len=48), Runner(model, plan, max_seq_len=48)
-            errors.append((pruned.prefill(ids).softmax(-1) - full.prefill(ids).softmax(-1)).square().sum())
-        return torch.stack(errors).sum()
+    def predictions(plan, ids, response):
+        runner = Runner(model, plan, max_seq_len=48)
+        return torch.cat((runner.prefill(ids), runner.extend(torch.tensor([response]))[0])).log_softmax(-1)
 
-    assert distance(kv) < 0.8 * distance(POP)
-    assert (made.error[1:] < 0.95).all() and set(made.penalty.flatten().tolist()) <= set(PENALTIES)
+    def distance(plan):
+        pairs = [(predictions(PrefillPlan.full(DEPTH), *one), predictions(plan, *one)) for one in samples(12, seed=1, prompt=40)]
+        return sum(float((full.exp() * (full - other)).sum()) for full, other in pairs)
+
+    assert distance(kv) < (0.95 if family.startswith("gemma") else 0.85) * distance(POP)  # few tokens see far in Gemma's sliding layers
+    assert (made.error[0] == 0).all() and (0 < made.error[1:]).all() and (made.error[1:] < 0.95).all()
+    assert set(made.penalty[1:].flatten().tolist()) <= set(PENALTIES)
     assert made.divergences == sorted(made.divergences, reverse=True) and len(made.divergences) > 2
-    assert torch.equal(calibrate(model, samples(24, prompt=40), CUT).projection.weight, made.projection.weight)
+    assert torch.equal(calibrate(model, samples(32, prompt=40), CUT).projection.weight, made.projection.weight)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])

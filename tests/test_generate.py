@@ -137,6 +137,20 @@ def test_on_token_sees_every_token_once_with_its_logits():
     assert seen == dict(enumerate(answers)) and len({len(answer) for answer in answers}) > 1
 
 
+def test_on_token_can_end_an_answer():
+    model, prompts = tiny_model(), [random_ids(n, seed=n) for n in (4, 9, 1, 6, 3)]
+    params, lengths = SamplingParams(temperature=0.0, max_new_tokens=9), {0: 3, 2: 1, 3: 9}
+    whole = Runner(model, max_seq_len=32, batch_size=2).generate_batch(prompts, params)
+    seen = [0] * len(prompts)
+
+    def enough(prompt, token_id, logits):
+        seen[prompt] += 1
+        return seen[prompt] == lengths.get(prompt)
+
+    cut = Runner(model, max_seq_len=32, batch_size=2).generate_batch(prompts, params, enough)
+    assert cut == [answer[: lengths.get(i)] for i, answer in enumerate(whole)] and seen == [3, 9, 1, 9, 9]
+
+
 def test_a_full_cache_ends_an_answer(folder, work):
     texts = ["bcdefghij", "cc", "hello th", "b", "??"]
     write_lines("prompts.jsonl", [{"prompt": text} for text in texts])

@@ -93,7 +93,7 @@ def test_every_form_of_the_runner_agrees(family, tmp_path):
     assert (plain - expected).abs().max() > 1e-2  # it does something
     bf16 = tiny_model(family, dtype=torch.bfloat16)
     a = Runner(bf16, chosen, 40).prefill(prompts[0])
-    assert torch.equal(Runner(pack(bf16), chosen, 40).prefill(prompts[0]), a)
+    close(Runner(pack(bf16), chosen, 40).prefill(prompts[0]), a, 2e-2)
 
 
 @pytest.mark.parametrize("family", TEXT_FAMILIES)

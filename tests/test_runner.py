@@ -349,6 +349,31 @@ def test_rewind_takes_back(plan):
             runner.rewind(n)
 
 
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
+@pytest.mark.parametrize("project_kv", [True, False])
+def test_rewind_takes_rows_back_to_lengths_of_their_own(family, project_kv):
+    """Padded continuations of a ragged batch, taken back row by row: each row is what it is alone."""
+    model, plan = tiny_model(family), PrefillPlan(LAYERS, {4, 5}, project_kv=project_kv)
+    prompts, answers = [random_ids(n, n) for n in (9, 3, 6)], [random_ids(n, 40 + n) for n in (2, 5, 1)]
+    runner = Runner(model, plan, max_seq_len=64, batch_size=3)
+    runner.prefill(prompts)
+    lengths = torch.tensor([9, 3, 6])
+    for _ in range(2):  # the second time over what the first one left
+        logits = runner.extend([answer + [0] * (5 - len(answer)) for answer in answers])
+        for row, (prompt, answer) in enumerate(zip(prompts, answers)):
+            alone = Runner(model, plan, max_seq_len=64)
+            alone.prefill(prompt)
+            close(logits[row, : len(answer)], alone.extend([answer])[0])
+        runner.rewind(lengths)
+        assert runner.cache.lengths.tolist() == [9, 3, 6] and runner.token_ids(1) == prompts[1]
+    for wrong in (torch.tensor([9, 4, 6]), torch.tensor([9, -1, 6]), torch.tensor([9, 3]), torch.tensor([9.0, 3.0, 6.0]), [9, 3, 6]):
+        with pytest.raises(PromptError, match="cannot rewind"):
+            runner.rewind(wrong)
+    assert runner.cache.lengths.tolist() == [9, 3, 6]
+    runner.rewind(torch.tensor([0, 0, 0]))
+    close(runner.prefill([4, 5]), Runner(model, plan, max_seq_len=64).prefill([4, 5]))
+
+
 def test_plan_may_change_between_turns():
     model = tiny_model()
     runner = Runner(model, PrefillPlan(LAYERS, {4, 5}, project_kv=False), max_seq_len=64)

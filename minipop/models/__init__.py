@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..checkpoint import Checkpoint, detect_quantization, load_parameters, resolve_checkpoint
+from ..checkpoint import Checkpoint, detect_quantization, load_parameters, resolve_checkpoint, return_freed_memory
 from ..config import DTYPES, ModelConfig, read_config
 from ..errors import ConfigError
 from ..files import one_line, read_json
@@ -20,36 +20,52 @@ MODELS = {"llama": Decoder, "mistral": Decoder, "qwen2": Decoder, "qwen3": Decod
 IGNORED = ("*rotary_emb.inv_freq",)  # a constant that old checkpoints carry along
 
 
-def load_model(path: str | Path, dtype: torch.dtype | str | None = None, device: str | torch.device = "cpu") -> nn.Module:
+def load_model(path: str | Path, dtype: torch.dtype | str | None = None, device: str | torch.device = "cpu", *,
+               part=None) -> nn.Module:
     """Load a Hugging Face checkpoint: a folder, or `org/model` through the hub's cache.
 
-    dtype: a torch.dtype or its name; None = what config.json says, else what most weights are. Returns the model in eval mode
-    without gradients; parameters in the checkpoint's dtype may be views of the mapped file.
+    dtype: a torch.dtype or its name; None = what config.json says, else what most weights are. part: what to load of it, for a
+    process of several (`shards.Part`); None = all. Returns the model in eval mode without gradients; parameters in the
+    checkpoint's dtype may be views of the mapped file.
     Raises ConfigError or CheckpointError with file, field or tensor.
     """
     folder = resolve_checkpoint(path)
     config = complete_config(read_config(folder), folder)
+    if part is not None and config.sliced_width is not None:
+        raise ConfigError("a sliced model (SliceGPT) runs in one process only: it can be neither divided nor loaded in part")
     with Checkpoint.open(folder) as checkpoint:
         detect_quantization(read_json(folder / "config.json"), checkpoint)
         dtype = pick_dtype(dtype, config, checkpoint)
         if config.family.startswith("gemma"):
             check_dtype(dtype)
-        model = build_model(config)
+        model = build_model(config if part is None else part.config(config))
         sources = model.sources(checkpoint.names)
-        load_parameters(model, checkpoint, sources, dtype=dtype, device=device, ignore=IGNORED)
-    model.tie(sources)
+        held, sources = (checkpoint, sources) if part is None else part.cut(model, checkpoint, sources)
+        load_parameters(model, held, sources, dtype=dtype, device=device, ignore=IGNORED)
+    if part is None:
+        model.tie(sources)
+    else:
+        part.finish(model, sources)
     return model.eval().requires_grad_(False)
 
 
 def build_model(config: ModelConfig) -> nn.Module:
     """The module of a family without storage, on the meta device. Raises ConfigError for sizes that no tensor can have."""
+    family = model_class(config)
     try:
         with torch.device("meta"):
-            return MODELS[config.family](config)
+            return family(config)
     except (RuntimeError, OverflowError, TypeError) as problem:  # a weight's bytes, or one of its sides, exceed 64 bits
         if isinstance(problem, TypeError) and "verflow" not in str(problem):
             raise
         raise ConfigError(f"config.json asks for weights larger than any memory: {one_line(problem)}") from None
+
+
+def model_class(config: ModelConfig) -> type[nn.Module]:
+    if config.sliced_width is not None:
+        from ..baselines.slicegpt import SlicedDecoder  # a pruned Llama, Mistral or Qwen; it builds on the runner, which builds on this
+        return SlicedDecoder
+    return MODELS[config.family]
 
 
 def complete_config(config: ModelConfig, folder: Path) -> ModelConfig:
@@ -58,7 +74,10 @@ def complete_config(config: ModelConfig, folder: Path) -> ModelConfig:
         return config
     tokenizer = load_tokenizer(folder)
     eos = dict.fromkeys(config.eos_token_ids + tuple(i for i in tokenizer.eos_token_ids if i < config.vocab_size))
-    return replace(config, eos_token_ids=tuple(eos), num_token_ids=min(config.vocab_size, tokenizer.num_token_ids))
+    known = min(config.vocab_size, tokenizer.num_token_ids)
+    del tokenizer  # a large one takes half a gigabyte to read: it should not stand beside the weights
+    return_freed_memory()
+    return replace(config, eos_token_ids=tuple(eos), num_token_ids=known)
 
 
 def pick_dtype(dtype: torch.dtype | str | None, config: ModelConfig, checkpoint: Checkpoint) -> torch.dtype:

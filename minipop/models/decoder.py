@@ -66,7 +66,8 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        # Not nn.Embedding(V, D): its random start, on the meta device, would import PyTorch's compiler, which takes seconds.
+        self.embedding = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.hidden_size), freeze=False)
         self.layers = nn.ModuleList(self.layer_class(config, i) for i in range(config.num_layers))
         self.norm = self.norm_class(config.hidden_size, config.norm_eps)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -92,7 +93,7 @@ class Decoder(nn.Module):
 
     def rope_table(self, positions: Tensor, rope: RopeConfig) -> Rope:
         weight = self.embedding.weight
-        frequencies = rope_frequencies(rope, self.config.head_dim).to(weight.device)  # [E/2]
+        frequencies = rope_frequencies(rope, self.config.head_dim, weight.device)  # [E/2]
         angles = positions.to(weight.device)[..., None].float() * frequencies  # [B, N, E/2]
         return rope_table(angles, weight.dtype)
 

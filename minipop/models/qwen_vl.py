@@ -3,6 +3,8 @@
 Shapes: B batch, N new tokens, D hidden, E head_dim, R image rows.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -74,10 +76,8 @@ class QwenVL(Decoder):
     def rope_table(self, positions: Tensor, rope: RopeConfig) -> Rope:
         """positions [B, N, 3]. Frequencies 1, 4, 7, ... follow the height, 2, 5, 8, ... the width, the rest the time."""
         weight = self.embedding.weight
-        frequencies = rope_frequencies(rope, self.config.head_dim).to(weight.device)  # [E/2]
-        axes = torch.zeros(len(frequencies), dtype=torch.long)  # which axis each frequency follows
-        for axis in (1, 2):
-            axes[axis : 3 * self.config.mrope_section[axis] : 3] = axis
+        frequencies = rope_frequencies(rope, self.config.head_dim, weight.device)  # [E/2]
+        axes = mrope_axes(self.config.mrope_section, len(frequencies), weight.device)
         angles = positions.to(weight.device).float()[..., axes] * frequencies  # [B, N, 3] -> [B, N, E/2]
         return rope_table(angles, weight.dtype)
 
@@ -93,3 +93,12 @@ class QwenVL(Decoder):
         prefix = find_prefix(names, qwen.PREFIXES, "patch_embed.proj.weight")
         vision = self.config.vision
         return super().sources(names) | expand(qwen.WEIGHTS, prefix, "vision.", i=vision.depth, t=len(vision.deepstack_indexes))
+
+
+@lru_cache
+def mrope_axes(section: tuple[int, ...], frequencies: int, device: torch.device) -> Tensor:
+    """Which axis each frequency follows, LongTensor [E/2]."""
+    axes = torch.zeros(frequencies, dtype=torch.long)
+    for axis in (1, 2):
+        axes[axis : 3 * section[axis] : 3] = axis
+    return axes.to(device)

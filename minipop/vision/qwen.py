@@ -78,7 +78,7 @@ class QwenVisionTower(nn.Module):
         self.out_width, self.patch_width = config.out_hidden_size, config.in_channels * math.prod(patch)
         self.taps = config.deepstack_indexes
         self.patch_embed = nn.Conv3d(config.in_channels, width, kernel_size=patch, stride=patch)
-        self.pos_embed = nn.Embedding(config.num_position_embeddings, width)
+        self.pos_embed = nn.Embedding.from_pretrained(torch.empty(config.num_position_embeddings, width), freeze=False)  # see decoder.py
         self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.depth))
         self.merger = PatchMerger(config, norm_width=width)
         self.deepstack_mergers = nn.ModuleList(PatchMerger(config, norm_width=width * self.merge ** 2) for _ in self.taps)

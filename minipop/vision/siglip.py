@@ -64,11 +64,11 @@ class SiglipTower(nn.Module):
         self.image_size, self.side = config.image_size, config.image_size // config.patch_size
         self.rows_side = math.isqrt(config.tokens_per_image)
         self.patch_embed = nn.Conv2d(config.in_channels, width, kernel_size=self.patch, stride=self.patch)
-        self.pos_embed = nn.Embedding(self.side ** 2, width)
+        self.pos_embed = nn.Embedding.from_pretrained(torch.empty(self.side ** 2, width), freeze=False)  # see decoder.py
         self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.depth))
         self.norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.pool_norm = GemmaRMSNorm(width, config.layer_norm_eps)
-        self.projection = nn.Parameter(torch.empty(width, config.out_hidden_size).normal_(std=width ** -0.5))
+        self.projection = nn.Parameter(torch.empty(width, config.out_hidden_size))
 
     def forward(self, pixel_values: Tensor, tap: Tap = no_tap) -> VisionRows:
         """pixel_values [B, C, S, S] -> rows [B * tokens_per_image, out_hidden_size]. Raises PromptError on any other shape."""

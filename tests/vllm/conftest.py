@@ -1,0 +1,48 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .common import ENVIRONMENT, save_tiny
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """family -> checkpoint folder, made once."""
+    made = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            made[family] = save_tiny(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def run_engine(tmp_path_factory):
+    """Run one vLLM engine on rounds of prompts: see engine.py. The result has the engine's output as "log"."""
+    folder, number = tmp_path_factory.mktemp("engine"), 0
+    process = subprocess.Popen([sys.executable, str(Path(__file__).with_name("engine.py"))], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               text=True, env=os.environ | ENVIRONMENT)
+
+    def run(arguments: dict, rounds: list, max_tokens: int = 10, sampling: dict | None = None, environment: dict | None = None,
+            torchvision: Path | None = None) -> dict:
+        nonlocal number
+        number += 1
+        result, log = folder / f"{number}.json", folder / f"{number}.log"
+        job = {"engine": arguments, "rounds": rounds, "max_tokens": max_tokens, "sampling": sampling or {}, "environment": environment or {},
+               "torchvision": torchvision and str(torchvision), "result": str(result), "log": str(log)}
+        process.stdin.write(json.dumps(job) + "\n")
+        process.stdin.flush()
+        assert process.stdout.readline(), "the process that starts the engines has ended"
+        text = log.read_text(errors="replace")
+        assert result.exists(), text[-4000:]
+        return json.loads(result.read_text()) | {"log": text}
+
+    yield run
+    process.stdin.close()
+    process.wait(60)
