@@ -20,7 +20,7 @@ of every skipped layer by themselves. With n_t the RMS-normalised stream of toke
    model's predictions of what follows and the calibrated model's. It is preconditioned by the regression's Gram matrix of the inputs and by the
    second moments of the rows' gradients (the Kronecker-factored Fisher matrix of arXiv 1503.05671), and held-out samples choose its length.
 
-docs/RESULTS.md has what either buys. A sample is a prompt and what follows it: pieces of --text, divided at three quarters, or the prompts of
+docs/CALIBRATION.md has what either buys. A sample is a prompt and what follows it: pieces of --text, divided at three quarters, or the prompts of
 --prompts (with pictures, for a vision-language checkpoint), each with a response sampled from the model itself. The more they are like
 what comes later, the better.
 

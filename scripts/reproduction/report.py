@@ -76,14 +76,14 @@ class Report:
         for method, found in measured.items():
             paired = None if method == "full" else full
             cells = [show(task, found[task], paired and paired[task]) for task in full]
-            kept = [statistics.fmean(found[task]) / max(statistics.fmean(full[task]), 1e-9) for task in accuracy]
+            kept = sum(statistics.fmean(found[task]) for task in accuracy) / sum(statistics.fmean(full[task]) for task in accuracy)
             speed = self.found.get("speed")
             fast = f"{speedups(speed['lengths']['512']['seconds'], method)[0]:.2f}x" if speed and "512" in speed["lengths"] else ""
-            rows.append([method, *cells, f"{statistics.fmean(kept):.1%}", fast])
+            rows.append([method, *cells, f"{kept:.1%}", fast])
         counts = ", ".join(f"{SHORT[task]} {len(full[task])}" for task in full)
         return (f"### Quality and prefill speed\n\n{table(['method', *map(SHORT.get, full), 'retained', 'prefill, 512 tokens'], rows)}\n"
                 f"Accuracy in percent (normalised by length for PIQA, HellaSwag and OpenBookQA), NLL in nats a token of the 64 tokens after "
-                f"384-token prompts; in brackets the paired difference to full with its standard error. Items: {counts}. Retained: the mean of "
+                f"384-token prompts; in brackets the paired difference to full with its standard error. Items: {counts}. Retained: the average "
                 "accuracy over full's. Prefill: time of full over that of the method, median of the turns.\n")
 
     def generation(self) -> str:
