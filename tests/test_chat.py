@@ -928,8 +928,10 @@ def test_a_session_in_a_terminal(folder, tmp_path):
         with contextlib.suppress(OSError):  # EIO: the other side is closed
             type_in("\x03")
             wait_for("never said", press="\x03")
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+        _, status = os.waitpid(pid, 0)
         pid = None
+        # A press that comes while Python shuts down ends it by the signal itself; to a shell both are 130.
+        assert os.waitstatus_to_exitcode(status) in (130, -signal.SIGINT)
         assert (tmp_path / ".minipop_history").read_text().split() == ["hello", "/undo"]
     finally:
         if pid is not None:
