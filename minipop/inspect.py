@@ -81,6 +81,8 @@ def inspect_checkpoint(path: str | Path, lengths: Sequence[int] | None = None, r
     if too_long := [n for n in lengths if n > longest]:
         raise PromptError(f"{too_long[0]} tokens exceed the {longest} positions the model was made for")
     plans = {str(ratio): PrefillPlan.deepest(config.num_layers, ratio) for ratio in ratios}
+    if config.sliced_width is not None:  # its layers cannot be skipped
+        plans = {}
     with Checkpoint.open(folder) as checkpoint:
         detect_quantization(read_json(folder / "config.json"), checkpoint)
         torch_dtype = pick_dtype(dtype, config, checkpoint)
@@ -174,8 +176,9 @@ def _ignored(name: str) -> bool:
 def describe(config: ModelConfig, tied: bool) -> dict[str, str]:
     """The architecture in words. tied: whether the head is the embedding."""
     biases = ", ".join(text for text, on in (("q, k, v", config.qkv_bias), ("o", config.o_bias), ("MLP", config.mlp_bias)) if on)
+    sliced = "" if config.sliced_width is None else f" (sliced to {config.sliced_width} between the layers)"
     words = {
-        "decoder": f"{config.num_layers} layers, {config.hidden_size} wide; {config.num_heads} heads of {config.head_dim} over "
+        "decoder": f"{config.num_layers} layers, {config.hidden_size} wide{sliced}; {config.num_heads} heads of {config.head_dim} over "
                    f"{config.num_kv_heads} K/V head{'s' * (config.num_kv_heads > 1)}; gated MLP {config.intermediate_size} wide "
                    f"({config.hidden_act})" + "; norms on q and k" * config.qk_norm + f"; biases on {biases}" * bool(biases),
         "attention": _windows_in_words(config.layer_windows),
@@ -247,7 +250,8 @@ def to_text(report: dict) -> str:
     lines += ["", "decode: bytes of weights and cache that one step reads",
               f"  {'cached tokens':<14}" + "".join(f"{row['tokens']:>20}" for row in report["decode"]),
               f"  {'':<14}" + "".join(f"{show_bytes(row['bytes']):>20}" for row in report["decode"])]
-    lines += ["", "weights a node needs that only prefills: embedding, layers that run, the others' input norm, W_K, W_V, k-norm"]
+    if report["prefill_node"]:
+        lines += ["", "weights a node needs that only prefills: embedding, layers that run, the others' input norm, W_K, W_V, k-norm"]
     lines += [f"  skip {row['plan'] + ' (' + str(row['skipped']) + ')':<12}{row['parameters']:>13,}{show_bytes(row['bytes']):>12}"
               f"{row['share']:>8.1%}" for row in report["prefill_node"]]
     return "\n".join(lines)

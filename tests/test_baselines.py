@@ -471,6 +471,8 @@ def test_a_sliced_model_through_a_checkpoint(tmp_path, family, dtype):
     assert report["parameters"]["total"]["parameters"] == sum(p.numel() for p in sliced.parameters())
     shortcuts = [m.weight.numel() for layer in sliced.layers for m in (layer.attn_shortcut, layer.mlp_shortcut)]
     assert report["parameters"]["shortcuts"]["parameters"] == sum(shortcuts) and not report["unused"]
+    assert {row["plan"] for row in report["prefill"]} == {"full"} and not report["prefill_node"]  # nothing that would be refused
+    assert "40 wide (sliced to 24 between the layers)" in inspect.to_text(report)
     save_pruned(loaded, tmp_path / "sliced", tmp_path / "again")  # a sliced checkpoint can be the source itself
     assert same(load_model(tmp_path / "again"), sliced)
     with pytest.raises(ConfigError, match="a sliced model .* runs in one process only"):
