@@ -1,8 +1,9 @@
 """Softmax attention, and what a pass may attend to.
 
 One function, `attend`, with three kinds of mask. Everything goes through PyTorch's `scaled_dot_product_attention`, the plain form,
-except causal prompts on a CPU: there a walk over blocks of queries, `attend_in_blocks`, is faster (docs/PERFORMANCE.md) and stands
-beside it; a test proves them equal.
+except causal prompts on a CPU: there a walk over blocks of queries is faster (docs/PERFORMANCE.md), by the kernel where that uses the
+processor's matrix unit (`attend_by_kernel`), by plain products elsewhere (`attend_in_blocks`). Both stand beside the plain form; a test
+proves them equal.
 
 Shapes: B batch, N new tokens, T cache rows, H heads, K kv heads, E head_dim.
 """
@@ -13,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .packing import has_kernels
+from .packing import has_kernels, has_matrix_unit
 
 BLOCK = 128  # queries a block: large enough for the matrix product, small enough for the scores to stay in the CPU's cache
+KERNEL_BLOCK = 256  # the same where the kernel makes the scores, which keeps few of them at a time
 
 
 class Causal:
@@ -50,7 +52,10 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | Causal | None
     heads, tokens = q.shape[1:3]
     if isinstance(mask, Causal):
         plain = mask.is_plain(tokens)
-        if q.device.type == "cpu" and tokens >= 64:
+        if q.device.type == "cpu" and tokens >= 64 and has_matrix_unit(q.dtype):
+            if not plain:
+                return attend_by_kernel(q, keys, values, mask, scale)
+        elif q.device.type == "cpu" and tokens >= 64:
             quick = q.dtype != torch.float32 and has_kernels(q.dtype)
             if quick or not plain:  # in float32, and where products of q's dtype are slow, a fresh prompt is better off with the kernel
                 wide = (t if quick else t.float() for t in (q, keys, values))
@@ -65,6 +70,19 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | Causal | None
     if q.is_cuda and mask is not None and heads != keys.shape[1]:  # its fast kernel for masks has no grouped form: give every head its own rows
         keys, values = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (keys, values))
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale, enable_gqa=heads != keys.shape[1])
+
+
+def attend_by_kernel(q: Tensor, keys: Tensor, values: Tensor, mask: Causal, scale: float, block: int = KERNEL_BLOCK) -> Tensor:
+    """`attend` for a causal mask, a block of queries at a time through the kernel, against just the rows that block can see."""
+    tokens, out = q.shape[2], []
+    for start in range(0, tokens, block):
+        stop = min(start + block, tokens)
+        first = 0 if mask.window is None else max(0, mask.past + start - mask.window + 1)
+        seen = Causal(mask.past + start - first, mask.window).mask(stop - start, q.device)  # [block, rows]
+        rows = slice(first, mask.past + stop)
+        out.append(F.scaled_dot_product_attention(q[:, :, start:stop], keys[:, :, rows], values[:, :, rows], attn_mask=seen, scale=scale,
+                                                  enable_gqa=q.shape[1] != keys.shape[1]))
+    return torch.cat(out, 2)
 
 
 def attend_in_blocks(q: Tensor, keys: Tensor, values: Tensor, mask: Causal, scale: float, block: int = BLOCK) -> Tensor:

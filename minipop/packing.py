@@ -30,6 +30,13 @@ def has_kernels(dtype: torch.dtype) -> bool:
 
 
 @lru_cache
+def has_matrix_unit(dtype: torch.dtype) -> bool:
+    """Whether this CPU has tiles for products of this dtype (AMX), which PyTorch's attention kernel then uses."""
+    supported = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return dtype == torch.bfloat16 and supported is not None and supported()
+
+
+@lru_cache
 def kernel(dtype: torch.dtype) -> str | None:
     """Which packed form serves a dtype here: "onednn", "fbgemm", or None."""
     if dtype == torch.bfloat16 and has_kernels(dtype) and hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):

@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from minipop import PrefillPlan, Runner, SamplingParams
 from minipop import runner as runner_module
 from minipop.decoding import GraphedStep, bucket, fits, static_step
-from minipop.layers import DecoderLayer
+from minipop.layers import DecoderLayer, GemmaRMSNorm, RMSNorm
 
 from .tiny import TEXT_FAMILIES, close, random_ids, tiny_model
 
@@ -79,6 +79,16 @@ def test_unknown_layers_take_the_plain_form():
     runner.prefill(random_ids(5))
     assert not torch.allclose(runner.decode([1]), Runner(model, max_seq_len=64).prefill([*random_ids(5), 1]), rtol=1e-2)
     assert runner._one_token is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_norms_round_where_the_reference_does(dtype):
+    """Llama: x / rms(x) to the dtype, then times w. Gemma: all in float32, rounded at the end. To the last bit."""
+    x, w = (torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to(dtype) for shape in ((50, 64), (64,)))
+    exact = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-3)
+    for norm, expected in ((RMSNorm(64, 1e-3), w * exact.to(dtype)), (GemmaRMSNorm(64, 1e-3), (exact * (1.0 + w.float())).to(dtype))):
+        norm.weight.data = w
+        assert torch.equal(norm(x), expected)
 
 
 # --- the step of constant shapes, which CUDA graphs replay ---------------------------------------------------------------------
