@@ -401,7 +401,7 @@ def _report(requests: Sequence[Request]) -> None:
         total = {key: sum(report[key] for report in mine) for key in ("kv_bytes", "compute_s", "transfer_s", "hidden_s")}
         hidden = total["hidden_s"] / total["transfer_s"] if total["transfer_s"] else 1.0
         print(f"prefill rank {rank}: {len(mine)} prompt{'s' * (len(mine) != 1)}, {show_bytes(total['kv_bytes'])} of K/V sent in "
-              f"{total['transfer_s']:.3f} s, {hidden:.0%} of them hidden behind {total['compute_s']:.3f} s of computation",
+              f"{total['transfer_s']:.3f} s, {hidden:.0%} of it hidden behind {total['compute_s']:.3f} s of computation",
               file=sys.stderr, flush=True)
 
 

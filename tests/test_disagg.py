@@ -16,6 +16,7 @@ from minipop.disagg import DecodeRunner, PrefillRunner
 from minipop.errors import CheckpointError, PlanError
 from minipop.links import Sender
 from minipop.models import build_model
+from minipop.projection import KVProjection, fingerprint
 from minipop.shards import PrefillPart, trim
 from tests.ranks import command, needs_forkserver, run_ranks
 from tests.test_generate import tokenizer_files
@@ -122,6 +123,24 @@ def test_rows_and_logits_are_those_of_one_runner(folders, family, plan):
             assert pieces == 3 * list(range(plan.cut + 1 if stacked else 6))
         elif n == 1:
             assert pieces == []
+
+
+def test_calibrated_rows(folders, tmp_path):
+    """A plan with a K/V file: the prefill rank alone applies it, and drops the matrices that it replaces."""
+    whole = minipop.load_model(folders["qwen2"])
+    projection = KVProjection.of(whole, 4)
+    noise = torch.randn(projection.weight.shape, generator=torch.Generator().manual_seed(0))
+    KVProjection(projection.weight + 0.1 * noise, projection.bias, 4, 6, fingerprint(whole, 4)).save(tmp_path / "kv.safetensors")
+    plan = PrefillPlan.deepest(6, kv=tmp_path / "kv.safetensors")
+    part = minipop.load_model(folders["qwen2"], part=PrefillPart(plan))
+    sender, receiver = PrefillRunner(part, plan, 32), DecodeRunner(whole, PLANS["1/3"], 32)
+    for layer in part.layers[4:]:
+        layer.attn.qkv = None
+    sender.stream(minipop.ModelInputs(random_ids(9)), receiver.put)
+    alone, plain = Runner(whole, plan, 32), Runner(whole, PLANS["1/3"], 32)
+    logits = receiver.prefill(random_ids(9))
+    close(logits, alone.prefill(random_ids(9)))
+    assert not torch.allclose(logits, plain.prefill(random_ids(9)), rtol=0.01)
 
 
 # --- processes ------------------------------------------------------------------------------------------------------------------
