@@ -310,11 +310,12 @@ def main(argv: list[str] | None = None) -> int:
                         print(f"{args.decode_tokens:>6} {prompt.label:>12} {batch:>5} {t.name:<16} {batch / step:>9.1f} {step * 1e3:>10.2f} "
                               f"{must_read / step / rates['read_bytes']:>15.0%}", flush=True)
                     decode.append({"batch": batch, "prompt": prompt.lengths, "steps": args.decode_tokens, "must_read_bytes": must_read,
-                                   "timings": [asdict(t) for t in timings]})
+                                   "step_flops": sum(costs.step_flops(config, n) for n in prompt.lengths), "timings": [asdict(t) for t in timings]})
     print(f"\npeak memory of the process {measuring.process_peak() / 2**20:.0f} MiB" + (
         f", of the GPU {torch.cuda.max_memory_allocated(device) / 2**20:.0f} MiB" if device.type == "cuda" else ""))
     result = {"checkpoint": args.ckpt or args.random, "dtype": str(dtype).removeprefix("torch."), "device": str(device),
               "processor": processor_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__, "weight_bytes": size,
+              "matrix_bytes": costs.decode_bytes(config, 0, 1, dtype.itemsize),
               "peak_bytes": measuring.process_peak(), **loading, **rates, "prefill": [asdict(r) for r in rows], "decode": decode}
     if args.json:
         write_text(Path(args.json), json.dumps(result, indent=1) + "\n")

@@ -47,6 +47,11 @@ def prefill_flops(config: ModelConfig, n: int, plan: PrefillPlan) -> int:
     return total
 
 
+def step_flops(config: ModelConfig, rows: int) -> int:
+    """A decode step of one sequence that has so many rows before it."""
+    return sum(layer_flops(config, layer, 1, start=rows) for layer in range(config.num_layers)) + 2 * config.hidden_size * config.vocab_size
+
+
 def vision_flops(vision: VisionConfig, patches: int, rows: int) -> int:
     """The vision tower on one picture of so many patches, which becomes so many rows of the prompt."""
     d, per_patch = vision.hidden_size, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2

@@ -101,6 +101,15 @@ def test_vision_operations_are_those_pytorch_counts(family, processor, size, row
     assert costs.vision_flops(model.config.vision, *prompt.image) == counter.get_total_flops()
 
 
+def test_a_step_is_a_prefill_that_grows_by_one():
+    config = tiny_config("gemma3_text")
+    full = PrefillPlan.full(6)
+    head = 2 * config.hidden_size * config.vocab_size
+    for rows in (1, 4, 5, 20):
+        grown = costs.prefill_flops(config, rows + 1, full) - costs.prefill_flops(config, rows, full)
+        assert costs.step_flops(config, rows) == grown + head
+
+
 def test_a_prefill_row():
     model = tiny_model()
     plans = {"full": PrefillPlan.full(6), "POP 2/6": PrefillPlan.deepest(6)}
@@ -194,6 +203,12 @@ def test_gpu_script(shape, tmp_path):
     assert [line.split(" | ")[:3] for line in table.splitlines()[2:7]] == [
         ["| tiny-llama", "4", "2"], ["| tiny-llama", "8", "2"],
         ["| tiny-qwen3-vl", "4", "2"], ["| tiny-qwen3-vl", "8", "2"], ["| tiny-qwen3-vl", "64x64", "2"]]
+
+    # The same files as the tables of docs/PERFORMANCE.md
+    tables = subprocess.run([sys.executable, ROOT / "scripts" / "performance_tables.py", tmp_path / "out" / "tiny-llama.json"],
+                            capture_output=True, text=True, check=True).stdout
+    assert [line.count("|") for line in tables.splitlines() if line.startswith("| 4 |")] == [13, 13]
+    assert "| after | batch |" in tables and "tiny-llama, float32" in tables
 
     (tmp_path / "out" / "llama-3.1-8b.json").write_text((tmp_path / "out" / "tiny-llama.json").read_text().replace(str(shape), "llama-3.1-8b")
                                                         .replace('"label": "8"', '"label": "128"'))
