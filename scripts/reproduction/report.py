@@ -12,6 +12,8 @@ from . import paper
 SHORT = {"minipop_piqa": "PIQA", "minipop_hellaswag": "HellaSwag", "minipop_openbookqa": "OpenBookQA", "minipop_boolq": "BoolQ",
          "minipop_commonsenseqa": "CSQA", "minipop_retrieval": "retrieval", "minipop_continuation": "NLL", "minipop_gsm8k": "GSM8K",
          "minipop_humaneval": "HumanEval"}
+CHANCE = {"minipop_piqa": 0.5, "minipop_hellaswag": 0.25, "minipop_openbookqa": 0.25, "minipop_boolq": 0.5, "minipop_commonsenseqa": 0.2,
+          "minipop_retrieval": 0.25}
 METHODS = ("full", "POP", "POP calibrated", "Wanda", "SliceGPT", "ShortGPT")
 PLANS = ("full", "POP", "first third", "every third layer", "no K/V", "no boundary")
 
@@ -72,19 +74,21 @@ class Report:
         if "full" not in measured:
             return ""
         full, rows = measured["full"], []
-        accuracy = [task for task in full if task != "minipop_continuation"]
+        accuracy = [task for task in full if task in CHANCE and statistics.fmean(full[task]) > CHANCE[task]]
+        left_out = [SHORT[task] for task in full if task in CHANCE and task not in accuracy]
         for method, found in measured.items():
             paired = None if method == "full" else full
             cells = [show(task, found[task], paired and paired[task]) for task in full]
             kept = sum(statistics.fmean(found[task]) for task in accuracy) / sum(statistics.fmean(full[task]) for task in accuracy)
             speed = self.found.get("speed")
-            fast = f"{speedups(speed['lengths']['512']['seconds'], method)[0]:.2f}x" if speed and "512" in speed["lengths"] else ""
+            fast = f"{speedups(speed['prompts']['512']['seconds'], method)[0]:.2f}x" if speed and "512" in speed["prompts"] else ""
             rows.append([method, *cells, f"{kept:.1%}", fast])
         counts = ", ".join(f"{SHORT[task]} {len(full[task])}" for task in full)
         return (f"### Quality and prefill speed\n\n{table(['method', *map(SHORT.get, full), 'retained', 'prefill, 512 tokens'], rows)}\n"
                 f"Accuracy in percent (normalised by length for PIQA, HellaSwag and OpenBookQA), NLL in nats a token of the 64 tokens after "
                 f"384-token prompts; in brackets the paired difference to full with its standard error. Items: {counts}. Retained: the average "
-                "accuracy over full's. Prefill: time of full over that of the method, median of the turns.\n")
+                "accuracy over full's" + (f", without {' and '.join(left_out)}, where full is not above chance" if left_out else "")
+                + ". Prefill: time of full over that of the method, median of the turns.\n")
 
     def generation(self) -> str:
         measured = {method: self.found[f"generation {method}"] for method in METHODS if f"generation {method}" in self.found}
@@ -97,17 +101,19 @@ class Report:
     def speed(self) -> str:
         if "speed" not in self.found:
             return ""
-        found, rows = self.found["speed"]["lengths"], []
+        measured, rows = self.found["speed"], []
+        found = measured["prompts"]
         for method in next(iter(found.values()))["seconds"]:
             cells = ["{:.2f}x ({:.2f}-{:.2f})".format(*speedups(found[n]["seconds"], method)) for n in found]
             rows.append([method, *cells])
         rows.append(["ideal for POP, by operations", *(f"{found[n]['ideal']:.2f}x" for n in found)])
-        for model, values in paper.SPEEDUP.items():
+        for model, values in paper.SPEEDUP.items() if set(found) <= set(map(str, paper.LENGTHS)) else ():
             known = dict(zip(map(str, paper.LENGTHS), values))
             rows.append([f"paper, POP, {model}, A100", *(f"{known[n]:.2f}x" if n in known else "" for n in found)])
-        return (f"### Time to first token\n\n{table(['method', *(f'{n} tokens' for n in found)], rows)}\nFull's time over the method's, median (lowest-highest) "
-                f"of the turns; {self.found['speed']['dtype']}, batch 1, {self.found['speed']['threads']} thread(s), PyTorch {self.found['speed']['torch']}. Wanda's zeros save "
-                "nothing in dense kernels.\n")
+        heads = [f"{label} tokens" if label.isdigit() else f"picture of {label}" for label in found]
+        return (f"### Time to first token\n\n{table(['method', *heads], rows)}\nFull's time over the method's, median (lowest-highest) of the turns; "
+                f"{measured['dtype']}, batch 1, {measured['threads']} thread(s), {measured['processor']}, PyTorch {measured['torch']}."
+                + (" Wanda's zeros save nothing in dense kernels." if "Wanda" in next(iter(found.values()))["seconds"] else "") + "\n")
 
     def calibration(self) -> str:
         if "calibration" not in self.found:
@@ -126,11 +132,18 @@ class Report:
         if "pictures" not in self.found:
             return ""
         found = self.found["pictures"]
-        kinds = list(found["full"])
-        rows = [[name, *(show(kind, right[kind], None if name == "full" else found["full"][kind]) for kind in kinds)] for name, right in found.items()]
-        counts = ", ".join(f"{kind} {len(found['full'][kind])}" for kind in kinds)
-        return (f"### Questions about pictures\n\n{table(['prefill', *kinds], rows)}\nPercent answered exactly, greedy, float32; in brackets the paired "
-                f"difference to full. Items: {counts}.\n")
+        full, timed = found["full"]["right"], self.found.get("speed", {}).get("sweep", {})
+        rows = []
+        for name, one in found.items():
+            right = [x for kind in full for x in one["right"][kind]]
+            paired = None if name == "full" else full
+            cells = [show("", one["right"][kind], paired and paired[kind]) for kind in full]
+            cells.append(show("", right, paired and [x for kind in full for x in full[kind]]))
+            same = {"POP": "33%"}.get(name, name)
+            rows.append([name, one["skipped"], *cells, f"{timed[same]['ideal']:.2f}x" if same in timed else ""])
+        counts = ", ".join(f"{kind} {len(full[kind])}" for kind in full)
+        return (f"### Questions about pictures\n\n{table(['prefill', 'layers skipped', *full, 'all', 'ideal speed-up'], rows)}\nPercent answered exactly, greedy, "
+                f"float32; in brackets the paired difference to full with its standard error. Items: {counts}. Ratios that skip as many layers as another line are left out.\n")
 
     def ablation(self) -> str:
         if "ablation" not in self.found:
@@ -144,23 +157,22 @@ class Report:
                 "Qwen3-VL-8B's.\n")
 
     def sweep(self) -> str:
-        if "sweep" not in self.found:
+        if "sweep" not in self.found or "speed" not in self.found:
             return ""
-        found = self.found["sweep"]
-        full, rows = found["0%"], []
-        seconds = {name: one["seconds"] for name, one in found.items()} | {"full": full["seconds"]}
+        found, rows, timed = self.found["sweep"], [], self.found["speed"]["sweep"]
+        full, seconds = found["0%"], {"full": timed["0%"]["seconds"], **{name: one["seconds"] for name, one in timed.items()}}
         for name, one in found.items():
             tasks = [task for task in one if task in SHORT]
             cells = [show(task, one[task], None if name == "0%" else full[task]) for task in tasks]
             known = paper.RATIOS.get(round(float(name.rstrip("%")) / 100, 2)) if name.rstrip("%").isdigit() else None
-            cells += [f"{speedups(seconds, name)[0]:.2f}x", f"{one['ideal']:.2f}x"]
+            cells += [f"{speedups(seconds, name)[0]:.2f}x", f"{timed[name]['ideal']:.2f}x"]
             cells += [f"{known[0]:.2f}x", f"{known[1]:.2f}", f"{known[2]:.2f}"] if known else ["", "", ""]
             rows.append([f"{name} ({one['skipped']})", *cells])
-        self.draw_sweep(found, seconds)
-        head = ["skipped", *map(SHORT.get, tasks), "speed-up, 1,024 tokens", "ideal", "paper: speed-up", "paper: GSM8K", "paper: HotpotQA"]
+        self.draw_sweep(found, seconds, {name: one["ideal"] for name, one in timed.items()})
+        head = ["skipped", *map(SHORT.get, tasks), f"speed-up, {int(self.found['speed']['swept']):,} tokens", "ideal", "paper: speed-up", "paper: GSM8K", "paper: HotpotQA"]
         return f"### How much can be skipped\n\n{table(head, rows)}\n![Quality and speed against the share of layers skipped]({self.slug}-ratio.png)\n"
 
-    def draw_sweep(self, found: dict, seconds: dict) -> None:
+    def draw_sweep(self, found: dict, seconds: dict, ideal: dict) -> None:
         plain = {name: one for name, one in found.items() if name.rstrip("%").isdigit()}
         order = sorted(plain, key=lambda name: plain[name]["skipped"])
         pyplot = load_pyplot()
@@ -173,7 +185,7 @@ class Report:
         left.set(xlabel="layers skipped in prefill", ylabel="NLL of the continuation, nats a token")
         left.legend()
         right.plot(skipped, [speedups(seconds, name)[0] for name in order], marker="o", label="measured")
-        right.plot(skipped, [plain[name]["ideal"] for name in order], linestyle="--", label="ideal, by operations")
+        right.plot(skipped, [ideal[name] for name in order], linestyle="--", label="ideal, by operations")
         right.set(xlabel="layers skipped in prefill", ylabel="prefill speed-up, 1,024 tokens")
         right.legend()
         for axes in (left, right):
@@ -238,7 +250,7 @@ def readme_rows(report: Report) -> str:
         if found is None:
             return ""
         full = report.found["quality full"]
-        speed = report.found["speed"]["lengths"]
+        speed = report.found["speed"]["prompts"]
         rows.append([method, *(f"{speedups(speed[n]['seconds'], method)[0]:.2f}x" for n in ("128", "512", "2048")),
                      *(show(task, found[task], None if method == "full" else full[task]) for task in ("minipop_hellaswag", "minipop_retrieval", "minipop_continuation"))])
     return table(["prefill", "speed, 128 tokens", "512", "2,048", "HellaSwag", "retrieval", "NLL"], rows)

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from minipop import ModelInputs, PrefillPlan, Runner, load_model, load_processor, load_tokenizer
+from minipop import MinipopError, ModelInputs, PrefillPlan, Runner, load_model, load_processor, load_tokenizer
 from minipop import costs
 from minipop.baselines import save_pruned, shortgpt, slicegpt, wanda
-from minipop.bench import take_turns
+from minipop.bench import Prompt, image_prompt, processor_name, take_turns, text_prompt
 from minipop.calibrate import calibrate, continuation_loss
 from minipop.config import read_config
 from minipop.drift import measure_drift
@@ -35,6 +35,8 @@ METRICS = {"minipop_piqa": "acc_norm", "minipop_hellaswag": "acc_norm", "minipop
            "minipop_commonsenseqa": "acc", "minipop_retrieval": "acc", "minipop_continuation": "nll", "minipop_gsm8k": "exact_match",
            "minipop_humaneval": "pass@1"}
 LENGTHS = (32, 128, 512, 2048)
+SWEEP_TOKENS = 1024
+PICTURES = ("256x256",)  # pixels, with 32 tokens of text
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,11 @@ class Sizes:
 
     choice_items: int = 80  # of each task with choices
     reading_items: int = 48  # of retrieval and continuation
-    ablation_items: int = 12  # of the same, in the ablation and the ratio sweep
+    ablation_items: int = 24  # of the same, in the ablation and the ratio sweep
     generation_items: int = 4  # of GSM8K and HumanEval
-    importance: int = 60  # samples
-    validation: int = 12  # of them with every layer really removed
-    calibration: int = 96  # sequences of 512 tokens, or questions about pictures
+    importance: int = 120  # samples
+    validation: int = 30  # of them with every layer really removed
+    calibration: int = 200  # sequences of 512 tokens, or questions about pictures
     fresh: int = 40  # sequences of 448 tokens that the calibration is measured on
     baseline: int = 32  # sequences of 512 tokens
     drift: int = 8  # prompts of 256 tokens
@@ -58,7 +60,7 @@ class Sizes:
 
 USES = {"importance": ("importance", "validation"), "calibration": ("calibration", "fresh"), "baselines": ("baseline",),
         "quality": ("choice_items", "reading_items"), "generation": ("generation_items",), "ablation": ("ablation_items",),
-        "sweep": ("ablation_items", "repeats", "timing_dtype"), "drift": ("drift",), "speed": ("repeats", "timing_dtype"),
+        "sweep": ("ablation_items",), "drift": ("drift",), "speed": ("repeats", "timing_dtype"),
         "pictures": ("questions",)}  # which sizes a step depends on, by the first word of its name
 
 
@@ -117,6 +119,13 @@ class Study:
             if (folder / "config.json").exists():
                 found[name] = (folder, PrefillPlan.full(read_config(folder).num_layers))
         return found
+
+    def method(self, name: str) -> tuple[Path, PrefillPlan]:
+        methods = self.methods()
+        if name not in methods:
+            needed = "calibration" if name == "POP calibrated" else "baselines"
+            raise MinipopError(f"{self.results} lacks what {name} is measured with: run the step {needed!r} first (--only {needed})")
+        return methods[name]
 
 
 # --- the steps ------------------------------------------------------------------------------------------------------------------
@@ -182,14 +191,14 @@ def baselines(study: Study) -> dict:
 
 def quality(study: Study, method: str) -> dict:
     """Table 1: the likelihood tasks, the retrieval and the continuation."""
-    folder, plan = study.methods()[method]
+    folder, plan = study.method(method)
     return {**scores(study, folder, plan, CHOICE_TASKS, study.sizes.choice_items),
             **scores(study, folder, plan, READING_TASKS, study.sizes.reading_items)}
 
 
 def generation(study: Study, method: str) -> dict:
     """Table 1's GSM8K and HumanEval, few items: a model this small is near the floor."""
-    folder, plan = study.methods()[method]
+    folder, plan = study.method(method)
     return scores(study, folder, plan, GENERATION_TASKS, study.sizes.generation_items)
 
 
@@ -200,65 +209,58 @@ def ablation(study: Study) -> dict:
 
 def sweep(study: Study) -> dict:
     """Table 4 and Figure 2: from nothing to 60% of the layers, and the calibrated forms."""
-    plans = {f"{ratio:.0%}": plan for ratio, plan in ratio_sweep(study.depth).items()}
-    if study.kv_file.exists():
-        plans |= {"33%": study.pop, "33% calibrated": PrefillPlan.deepest(study.depth, kv=study.kv_file),
-                  "50% calibrated": PrefillPlan.deepest(study.depth, 1 / 2, kv=study.kv_half_file)}
-    found = {}
-    for name, plan in plans.items():
-        found[name] = {"skipped": len(plan.skip), "ideal": costs.ideal_speedup(study.config, 1024, plan),
-                       **scores(study, study.folder, plan, READING_TASKS, study.sizes.ablation_items)}
-    model = study.model(dtype=study.sizes.timing_dtype, packed=True)
-    times = prefill_times({name: (model, plan) for name, plan in plans.items()}, 1024, study.sizes.repeats)
-    for name in plans:
-        found[name]["seconds"] = times[name]
-    return found
+    return {name: {"skipped": len(plan.skip), **scores(study, study.folder, plan, READING_TASKS, study.sizes.ablation_items)}
+            for name, plan in sweep_plans(study).items()}
 
 
 def drift(study: Study) -> dict:
     """How far the pruned prefill's streams, values and attention outputs lie from the full one's."""
     model = study.model()
     prompts = text_sequences(study.tokenizer(), study.texts("continuation"), study.sizes.drift, 256, study.seed)
-    plans = {"POP": study.pop, "POP calibrated": PrefillPlan.deepest(study.depth, kv=study.kv_file)}
+    plans = {name: study.method(name)[1] for name in ("POP", "POP calibrated")}
     return {name: {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in vars(measure_drift(model, plan, prompts)).items()}
             for name, plan in plans.items()}
 
 
 def speed(study: Study) -> dict:
-    """Table 2: time to first token of each method, all in turn."""
-    loaded = {}
-    for name, (folder, plan) in study.methods().items():
-        if folder != study.folder or "full" not in loaded:
-            model = pack(load_model(folder, study.sizes.timing_dtype))
-        loaded[name] = (model if folder != study.folder else loaded.get("full", (model,))[0], plan)
-    lengths = [n for n in LENGTHS if n <= study.config.max_position_embeddings]
-    return {"dtype": study.sizes.timing_dtype, "threads": torch.get_num_threads(), "torch": torch.__version__,
-            "lengths": {n: {"seconds": prefill_times(loaded, n, study.sizes.repeats),
-                            "ideal": costs.ideal_speedup(study.config, n, study.pop)} for n in lengths}}
+    """Table 2: time to first token of each method, all in turn; and of each plan of the sweep."""
+    dtype, plain = study.sizes.timing_dtype, study.model(dtype=study.sizes.timing_dtype, packed=True)
+    loaded = {name: (plain if folder == study.folder else pack(load_model(folder, dtype)), plan)
+              for name, (folder, plan) in study.methods().items()}
+    if study.vision:
+        pixels = load_processor(study.folder).image_processor
+        prompts = [image_prompt(plain, pixels, size, 1) for size in PICTURES]
+    else:
+        prompts = [text_prompt(plain, n, 1) for n in LENGTHS if n <= study.config.max_position_embeddings]
+    swept, plans = prompts[-1] if study.vision else text_prompt(plain, SWEEP_TOKENS, 1), sweep_plans(study)
+    times = prefill_times({name: (plain, plan) for name, plan in plans.items()}, swept, study.sizes.repeats)
+    return {"dtype": dtype, "threads": torch.get_num_threads(), "torch": torch.__version__, "processor": processor_name(torch.device("cpu")),
+            "prompts": {prompt.label: {"seconds": prefill_times(loaded, prompt, study.sizes.repeats), "ideal": ideal(study, prompt, study.pop)}
+                        for prompt in prompts},
+            "swept": swept.label, "sweep": {name: {"seconds": times[name], "ideal": ideal(study, swept, plan)} for name, plan in plans.items()}}
 
 
 def pictures(study: Study) -> dict:
-    """The tiny VLM's held-out questions under full prefill, POP and calibrated POP."""
+    """Tables 1, 3 and 4 for the tiny VLM: its held-out questions under full prefill, POP, calibrated POP, the ablations and the ratios."""
     from eval_tiny_vl import answers, questions
 
     model, processor, asked = study.model(), load_processor(study.folder), questions(study.sizes.questions)
-    plans = {"full": PrefillPlan.full(study.depth)}
-    for ratio, file in ((1 / 3, study.kv_file), (1 / 2, study.kv_half_file)):
-        plan = PrefillPlan.deepest(study.depth, ratio)
-        plans |= {f"POP {len(plan.skip)}/{study.depth}": plan, f"POP {len(plan.skip)}/{study.depth} calibrated": PrefillPlan(study.depth, plan.skip, kv=file)}
-    found = {}
-    for name, plan in plans.items():
-        right = [said == answer for (_, _, _, answer), said in zip(asked, answers(model, processor, plan, asked))]
-        found[name] = {kind: [float(ok) for ok, item in zip(right, asked) if item[0] == kind] for kind in dict.fromkeys(item[0] for item in asked)}
+    found, seen = {}, {}
+    for name, plan in {**ablations(study.depth), **sweep_plans(study)}.items():
+        if plan not in seen:  # several ratios of few layers are the same plan
+            right = [said == answer for (_, _, _, answer), said in zip(asked, answers(model, processor, plan, asked))]
+            seen[plan] = {kind: [float(ok) for ok, item in zip(right, asked) if item[0] == kind] for kind in dict.fromkeys(item[0] for item in asked)}
+            found[name] = {"skipped": len(plan.skip), "right": seen[plan]}
     return found
 
 
 def steps(study: Study) -> Iterator[tuple[str, Callable[[], dict]]]:
-    """Name and work of each step, in the order in which they need each other; the timings first, on a machine that is still cool."""
+    """Name and work of each step, in the order in which they need each other. `--only` takes them one by one: the timings on a quiet machine."""
     yield "calibration", lambda: calibration(study)
     if study.vision:
         yield "importance", lambda: importance(study)
         yield "pictures", lambda: pictures(study)
+        yield "speed", lambda: speed(study)
         return
     yield "baselines", lambda: baselines(study)
     yield "speed", lambda: speed(study)
@@ -288,15 +290,29 @@ def scores(study: Study, folder: Path, plan: PrefillPlan, tasks: tuple[str, ...]
     return found
 
 
-def prefill_times(contenders: dict, tokens: int, repeats: int) -> dict[str, list[float]]:
-    """name -> seconds to the first token of one random prompt, a number a turn. contenders: name -> (model, plan)."""
-    ids = torch.randint(0, 1000, (1, tokens), generator=torch.Generator().manual_seed(0))
+def prefill_times(contenders: dict, prompt: Prompt, repeats: int) -> dict[str, list[float]]:
+    """name -> seconds to the first token of a prompt, a number a turn. contenders: name -> (model, plan)."""
     work = {}
     for name, (model, plan) in contenders.items():
-        runner = Runner(model, plan, max_seq_len=tokens)
-        work[name] = (runner.reset, lambda runner=runner: runner.prefill(ids))
-    timings = take_turns(work, repeats * (4 if tokens < 512 else 1), 1, torch.device("cpu"))
+        runner = Runner(model, plan, max_seq_len=prompt.lengths[0])
+        work[name] = (runner.reset, lambda runner=runner: runner.prefill(prompt.inputs))
+    timings = take_turns(work, repeats * (4 if prompt.lengths[0] < 512 else 1), 1, torch.device("cpu"))
     return {timing.name: timing.seconds for timing in timings}
+
+
+def ideal(study: Study, prompt: Prompt, plan: PrefillPlan) -> float:
+    """The speed-up over full if time were proportional to operations, those of the vision tower included."""
+    seen = costs.vision_flops(study.config.vision, *prompt.image) if prompt.image else 0
+    whole, pruned = (seen + costs.prefill_flops(study.config, prompt.lengths[0], p) for p in (PrefillPlan.full(study.depth), plan))
+    return whole / pruned
+
+
+def sweep_plans(study: Study) -> dict[str, PrefillPlan]:
+    plans = {f"{ratio:.0%}": plan for ratio, plan in ratio_sweep(study.depth).items()}
+    if study.kv_file.exists():
+        plans |= {"33%": study.pop, "33% calibrated": PrefillPlan.deepest(study.depth, kv=study.kv_file),
+                  "50% calibrated": PrefillPlan.deepest(study.depth, 1 / 2, kv=study.kv_half_file)}
+    return plans
 
 
 def text_samples(study: Study, kind: str, count: int, length: int = 512) -> list[tuple[list[int], list[int]]]:

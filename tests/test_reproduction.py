@@ -1,0 +1,91 @@
+"""scripts/reproduce.py: the page from given results, and steps of it on a tiny checkpoint."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_evaluate import data, tokenizer_files  # noqa: F401: a fixture
+from tests.test_inspect import save_tiny
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+from reproduction import report  # noqa: E402
+
+pytest.importorskip("matplotlib")
+
+
+def write(folder: Path, **steps) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, result in steps.items():
+        (folder / f"{name.replace('_', ' ')}.json").write_text(json.dumps({"settings": {}, "seconds": 1.0, "result": result}))
+
+
+def cells(page: str, row: str) -> list[str]:
+    """Of the first line of a table that begins with `row`."""
+    return [cell.strip() for cell in next(line for line in page.splitlines() if line.startswith(f"| {row} |")).split("|")[2:-1]]
+
+
+def test_differences_are_paired():
+    mean, error = report.difference([1.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 0.0])
+    assert mean == 0.5 and math.isclose(error, math.sqrt(1 / 3) / 2)  # of 1, 0, 0, 1
+    assert report.show("minipop_piqa", [1.0, 0.0], [1.0, 1.0]) == "50.0 (-50.0 ± 50.0)"
+    assert report.show("minipop_continuation", [3.25]) == "3.250"
+
+
+def test_speedups_are_of_one_turn():
+    """The machine was twice as slow in the second turn: that cancels."""
+    assert report.speedups({"full": [3.0, 6.0, 3.0], "POP": [2.0, 4.0, 1.5]}, "POP") == (1.5, 1.5, 2.0)
+
+
+def test_the_page(tmp_path):
+    tasks = {"minipop_piqa": [1.0, 1.0, 1.0, 0.0], "minipop_boolq": [1.0, 0.0, 0.0, 0.0], "minipop_continuation": [3.0, 4.0]}
+    pop = {"minipop_piqa": [1.0, 1.0, 0.0, 0.0], "minipop_boolq": [1.0] * 4, "minipop_continuation": [3.5, 4.5]}
+    seconds = {"full": [3.0, 3.0], "POP": [2.0, 2.0]}
+    sweep = {name: {"skipped": n, "minipop_continuation": [3.0 + n, 3.0 + n]} for name, n in (("0%", 0), ("50%", 3), ("50% calibrated", 3))}
+    write(tmp_path / "results" / "tiny", quality_full=tasks, quality_POP=pop,
+          speed={"dtype": "float32", "threads": 1, "torch": "2", "processor": "a CPU", "prompts": {"512": {"seconds": seconds, "ideal": 1.6}}, "swept": "1024",
+                 "sweep": {name: {"seconds": [4.0 - n, 4.0 - n], "ideal": 1.0 + n} for name, n in (("0%", 0), ("50%", 3), ("50% calibrated", 3))}},
+          sweep=sweep, calibration={"samples": 2, "tokens": 9, "fresh": 2, "full": [1.0, 2.0],
+                                    "cuts": [{"skipped": 2, "pop": [2.0, 3.0], "calibrated": [1.25, 2.25]}]},
+          importance={"prefill": [4.0, 1.0, 0.0], "decode": [1.0, 1.0, 2.0], "prefill_stderr": [0.1] * 3, "decode_stderr": [0.1] * 3, "samples": 5,
+                      "response_tokens": 8, "validation": {"samples": 3, "removal": [[1, 2, 3]] * 2, "rank_correlation": [0.5, 1.0]}},
+          ablation={name: {"minipop_continuation": [float(i)] * 2} for i, name in enumerate(report.PLANS)})
+    page = report.write(tmp_path / "results", tmp_path / "RESULTS.md", "a command", tmp_path / "no-notes.md")
+    assert cells(page, "full") != cells(page, "POP")
+    table = page[page.index("### Quality and prefill speed"):]
+    assert cells(table, "POP") == ["50.0 (-25.0 ± 25.0)", "100.0 (+75.0 ± 25.0)", "4.000 (+0.500 ± 0.000)", "66.7%", "1.50x"]
+    assert "without BoolQ, where full is not above chance" in table
+    assert cells(page[page.index("### Time to first token"):], "POP") == ["1.50x (1.50-1.50)"]
+    assert cells(page, "50% (3)")[0] == "6.000 (+3.000 ± 0.000)" and cells(page, "50% (3)")[1:3] == ["4.00x", "4.00x"]
+    assert cells(page[page.index("### Calibrated K/V"):], "2")[-1] == "75%"
+    assert "hold 0.0% of all prefill importance and 50.0% of all decode importance" in page
+    assert {file.name for file in tmp_path.glob("*.png")} == {"tiny-ratio.png", "tiny-importance.png"}
+
+
+def test_a_step_is_made_once(tmp_path, data):  # noqa: F811
+    """A run writes a file a step, goes on from there, and the page holds what was measured."""
+    save_tiny(tmp_path / "tiny", "llama", extra_files=tokenizer_files(), bos_token_id=0, eos_token_id=1, pad_token_id=1, max_position_embeddings=640)
+    (data / "calibration").mkdir(exist_ok=True)
+    (data / "calibration" / "text.txt").write_text((data / "continuation" / "text.txt").read_text())
+
+    def run(*options: str) -> subprocess.CompletedProcess:
+        return subprocess.run([sys.executable, ROOT / "scripts" / "reproduce.py", "--ckpt", tmp_path / "tiny", "--quick", "--data", data, "--results",
+                               tmp_path / "results", *options], capture_output=True, text=True)
+
+    first = run("--only", "quality full,quality POP")
+    assert first.returncode == 2 and first.stderr.endswith("run the step 'calibration' first (--only calibration)\n")
+    made = json.loads((tmp_path / "results" / "tiny" / "quality POP.json").read_text())
+    assert len(made["result"]["minipop_piqa"]) == 6 and made["settings"]["choice_items"] == 8
+    again = run("--only", "quality full")
+    assert again.returncode == 0 and "quality" not in again.stderr and "| POP |" in (tmp_path / "results" / "RESULTS.md").read_text()
+    (tmp_path / "results" / "RESULTS.md").unlink()
+    assert run("--report").returncode == 0 and "| POP |" in (tmp_path / "results" / "RESULTS.md").read_text()
+
+
+def test_without_data(tmp_path):
+    wrong = subprocess.run([sys.executable, ROOT / "scripts" / "reproduce.py", "--ckpt", tmp_path, "--data", tmp_path], capture_output=True, text=True)
+    assert wrong.returncode == 2 and wrong.stderr.startswith("error: ") and "fetch_eval_data.py" in wrong.stderr
