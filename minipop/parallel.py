@@ -262,6 +262,7 @@ class Team:
         """At the end of the program."""
         with contextlib.suppress(MinipopError):
             self.tell("stop")
+        leave()
 
     # the others
 
@@ -276,6 +277,7 @@ class Team:
             for number in dropped:
                 runners.pop(number, None)
             if what == "stop":
+                leave()
                 raise SystemExit(0)
             elif what == "load":
                 try:
@@ -295,6 +297,12 @@ class Team:
                     if self.lost is not None:
                         raise
                     # otherwise a mistake in the call: rank 0 has the same error
+
+
+def leave() -> None:
+    """End the groups' threads: one that still runs when the process ends aborts it."""
+    with contextlib.suppress(RuntimeError, ValueError, AssertionError):  # the other side may be gone
+        dist.destroy_process_group()
 
 
 class LeadingRunner(Runner):

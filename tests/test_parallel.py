@@ -273,3 +273,37 @@ def test_the_commands(folders, tmp_path):
     for answer, text in zip(answers, ("abc", "a long question that goes on.", "What is it?"), strict=True):
         alone = Runner(model, PrefillPlan.deepest(6), 64).generate(tokenizer.encode(text), SamplingParams(temperature=0.9, seed=3, max_new_tokens=12))
         assert answer["token_ids"] == list(alone)
+
+
+def under_torchrun(module: str, *arguments, **options) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", module, "--tp", "2",
+                           *map(str, arguments)], capture_output=True, text=True, cwd=ROOT, timeout=180, env={**os.environ, "OMP_NUM_THREADS": "1"},
+                          check=False, **options)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch.distributed.run")
+def test_chat_and_bench(folders):
+    """To their ends: a process group that nobody ends aborts its process, now and then."""
+    for _ in range(2):
+        said = under_torchrun("minipop.chat", "--ckpt", folders["llama"], "--prompt", "abc", "--temperature", 0, "--max-new-tokens", 8)
+        assert said.returncode == 0, said.stderr
+    alone = subprocess.run([sys.executable, "-m", "minipop.chat", "--ckpt", folders["llama"], "--prompt", "abc", "--temperature", "0", "--max-new-tokens", "8"],
+                           capture_output=True, text=True, cwd=ROOT, check=True)
+    assert said.stdout == alone.stdout
+    measured = under_torchrun("minipop.bench", "--ckpt", folders["llama"], "--lengths", "8", "--repeats", 1, "--decode-tokens", 2)
+    assert measured.returncode == 0 and "POP 2/6" in measured.stdout and "tokens/s" in measured.stdout, measured.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch.distributed.run")
+def test_evaluate(folders, tmp_path):
+    pytest.importorskip("lm_eval")
+    rows = [{"goal": f"do the {w}", "choices": [f"go {w}", "a long way home"], "label": i % 2} for i, w in enumerate("abcd")]
+    (tmp_path / "piqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["--ckpt", folders["llama"], "--tasks", "minipop_piqa", "--data", tmp_path, "--log-samples", "--output"]
+    done = under_torchrun("minipop.evaluate", *arguments, tmp_path / "two")
+    assert done.returncode == 0, done.stderr
+    subprocess.run([sys.executable, "-m", "minipop.evaluate", *map(str, arguments), tmp_path / "one"], capture_output=True, cwd=ROOT, check=True)
+    two, one = ([json.loads(line)["resps"] for line in next((tmp_path / name).rglob("samples_*.jsonl")).read_text().splitlines()] for name in ("two", "one"))
+    assert len(one) == 4
+    for a, b in zip(two, one, strict=True):
+        assert [float(choice[0][0]) for choice in a] == pytest.approx([float(choice[0][0]) for choice in b], rel=1e-5)
