@@ -33,6 +33,7 @@ from .parallel import join
 from .plan import PrefillPlan
 from .processing import IMAGE_PROCESSORS, GemmaImageProcessor, QwenImageProcessor
 from .runner import Runner
+from .tokenizer import has_tokenizer, load_tokenizer
 
 TEXT_WITH_IMAGE = 32  # tokens of text around an image, half before and half after
 
@@ -190,7 +191,11 @@ def bench_loading(load: Callable[[], nn.Module], folder: Path | None) -> tuple[n
         begin = time.perf_counter()
         model = load()
         seconds = time.perf_counter() - begin
-    return model, {"load_seconds": seconds, "read_seconds": read_seconds, "from_disk": forgotten, "load_peak_bytes": peak.bytes,
+    begin = time.perf_counter()
+    if folder is not None and has_tokenizer(folder):
+        load_tokenizer(folder)  # again: a model's loading includes it, for the number of ids
+    tokenizer_seconds = time.perf_counter() - begin
+    return model, {"load_seconds": seconds, "tokenizer_seconds": tokenizer_seconds, "read_seconds": read_seconds, "from_disk": forgotten, "load_peak_bytes": peak.bytes,
                    "file_bytes": sum(file.stat().st_size for file in files)}
 
 
@@ -339,6 +344,8 @@ def load(args: argparse.Namespace) -> tuple[nn.Module, dict]:
 
 def describe_loading(loading: dict, size: int) -> str:
     text = f"loaded in {loading['load_seconds']:.2f} s for {size / 2**20:.0f} MiB of weights"
+    if loading["tokenizer_seconds"] > 1e-3:
+        text += f" (its tokenizer alone: {loading['tokenizer_seconds']:.2f} s)"
     if loading["load_peak_bytes"] is not None:
         text += f", memory {loading['load_peak_bytes'] / 2**20:.0f} MiB at its peak"
     if loading["file_bytes"]:

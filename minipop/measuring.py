@@ -116,7 +116,7 @@ def process_peak() -> int:
 def machine_rates(dtype: torch.dtype, device: torch.device) -> dict[str, float]:
     """What this machine reaches now: matrix products in `dtype` (FLOP/s), copying memory (bytes/s, read and written together) and
     reading it (bytes/s)."""
-    n = 8192 if device.type == "cuda" else 1024
+    n = 8192 if device.type == "cuda" else 2048
     a, b = torch.randn(n, n, device=device).to(dtype), torch.randn(n, n, device=device).to(dtype)
     big = torch.ones(2**26, device=device)  # 256 MiB, beyond any cache
     target = torch.empty_like(big)
@@ -125,7 +125,8 @@ def machine_rates(dtype: torch.dtype, device: torch.device) -> dict[str, float]:
         begin = time.perf_counter()
         work()
         synchronise(device)
-        repeats = 5 if time.perf_counter() - begin < 5 else 1  # some CPUs take minutes for a product in bfloat16
+        spent = time.perf_counter() - begin
+        repeats = 20 if spent < 0.1 else 5 if spent < 5 else 1  # some CPUs take minutes for a product in bfloat16
         return min(take_turns({"": (lambda: None, work)}, repeats, 0, device)[0].seconds)
 
     return {"matmul_flops": 2 * n**3 / best(lambda: a @ b), "copy_bytes": 2 * big.nbytes / best(lambda: target.copy_(big)),

@@ -49,7 +49,7 @@ def tables(path: Path) -> str:
     lines = [f"### {Path(result['checkpoint']).name}, {result['dtype']}, {result['processor']}, {result['threads']} threads, torch {result['torch']}", "",
              f"Matrix products {result['matmul_flops'] / 1e9:.0f} GFLOP/s, memory read at {result['read_bytes'] / 1e9:.1f} GB/s. Loaded in "
              f"{result['load_seconds']:.2f} s" + ("" if not result["file_bytes"] else
-                                                  f" (a plain read of the file: {result['read_seconds']:.2f} s)") +
+                                                  f" (its tokenizer alone: {result['tokenizer_seconds']:.2f} s; a plain read of the file: {result['read_seconds']:.2f} s)") +
              ("" if result["load_peak_bytes"] is None else f", {result['load_peak_bytes'] / result['weight_bytes']:.2f}x the weights at the peak") + ".",
              "", *prefill_table(result), ""]
     return "\n".join(lines + ([*decode_table(result), ""] if result["decode"] else []))
