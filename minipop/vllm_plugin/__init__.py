@@ -1,6 +1,6 @@
 """Prefill-Only Pruning (arXiv 2602.03295) inside vLLM: a plugin that vLLM loads by itself where minipop is installed.
 
-    vllm serve CKPT --additional-config '{"minipop": {"ratio": 0.333}}'        # docs/VLLM.md
+    python -m vllm.entrypoints.openai.api_server --model CKPT --additional-config '{"minipop": {"ratio": 0.333}}'        # docs/VLLM.md
 
 Without that switch nothing of vLLM changes. With it, `switch.py` checks the configuration when the engine starts and puts three
 pieces of ours in place of vLLM's, each through the place vLLM keeps for it:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.model_executor.model_loader.utils import _MODEL_ARCH_BY_HASH
 from vllm.model_executor.models import ModelRegistry
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -41,11 +42,14 @@ class PopWorker(CPUWorker):
     """vLLM's CPU worker with our model class and, for every batch, a `Step`."""
 
     def load_model(self, **kwargs) -> None:
-        from .models import pruned  # imports much of vLLM
+        from .models import PrunedModel, pruned  # imports much of vLLM
 
         architecture = self.model_config.architecture
         ModelRegistry.register_model(architecture, pruned(ModelRegistry.models[architecture].load_model_cls()))
+        _MODEL_ARCH_BY_HASH.clear()  # a model that takes pictures has been looked up already, for its processor
         super().load_model(**kwargs)
+        if not isinstance(self.model_runner.get_model(), PrunedModel):
+            raise Refused(f"POP in vLLM cannot be used here: vLLM has built its own {architecture}, not the plugin's")
 
     def initialize_from_config(self, kv_cache_config) -> None:
         super().initialize_from_config(kv_cache_config)

@@ -1,6 +1,7 @@
 """What the tests of the vLLM plugin share: tiny checkpoints, an engine's arguments, the Runner's answers to the same prompts."""
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from minipop import Runner
 
 ROOT = Path(__file__).parents[2]
+TORCHVISION = Path(sys.prefix) / "torchvision"  # scripts/setup_vllm.sh
 SMOLLM2 = ROOT / "weights" / "smollm2-135m-instruct"
 NEEDS_VLLM = [pytest.mark.vllm, pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING",

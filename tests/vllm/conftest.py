@@ -1,3 +1,4 @@
+import itertools
 import json
 import os
 import subprocess
@@ -6,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .common import ENVIRONMENT, save_tiny
+from .common import ENVIRONMENT, TORCHVISION, save_tiny
 
 
 @pytest.fixture(scope="session")
@@ -25,17 +26,25 @@ def tiny(tmp_path_factory):
 @pytest.fixture(scope="session")
 def run_engine(tmp_path_factory):
     """Run one vLLM engine on rounds of prompts: see engine.py. The result has the engine's output as "log"."""
-    folder, number = tmp_path_factory.mktemp("engine"), 0
-    process = subprocess.Popen([sys.executable, str(Path(__file__).with_name("engine.py"))], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                               text=True, env=os.environ | ENVIRONMENT)
+    yield from engines(tmp_path_factory.mktemp("engine"))
 
-    def run(arguments: dict, rounds: list, max_tokens: int = 10, sampling: dict | None = None, environment: dict | None = None,
-            torchvision: Path | None = None) -> dict:
-        nonlocal number
-        number += 1
+
+@pytest.fixture(scope="session")
+def run_engine_with_torchvision(tmp_path_factory):
+    """The same, where vLLM finds a torchvision."""
+    yield from engines(tmp_path_factory.mktemp("engine"), str(TORCHVISION))
+
+
+def engines(folder: Path, *arguments: str):
+    process = subprocess.Popen([sys.executable, str(Path(__file__).with_name("engine.py")), *arguments], stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, text=True, env=os.environ | ENVIRONMENT)
+    numbers = itertools.count()
+
+    def run(arguments: dict, rounds: list, max_tokens: int = 10, sampling: dict | None = None, environment: dict | None = None) -> dict:
+        number = next(numbers)
         result, log = folder / f"{number}.json", folder / f"{number}.log"
         job = {"engine": arguments, "rounds": rounds, "max_tokens": max_tokens, "sampling": sampling or {}, "environment": environment or {},
-               "torchvision": torchvision and str(torchvision), "result": str(result), "log": str(log)}
+               "result": str(result), "log": str(log)}
         process.stdin.write(json.dumps(job) + "\n")
         process.stdin.flush()
         assert process.stdout.readline(), "the process that starts the engines has ended"

@@ -2,9 +2,9 @@
 JSON line each, from stdin; every job runs in a forked child of its own, and its result is written to the file that the job names.
 
 A job: {"engine": arguments of vllm.LLM, "rounds": [[prompt, ...], ...], "max_tokens": n, "sampling": more of SamplingParams, "environment":
-{name: value}, "torchvision": folder or null, "result": file, "log": file}. A prompt is a list of token ids, or {"ids": list, "image": file};
+{name: value}, "result": file, "log": file}. A prompt is a list of token ids, or {"ids": list, "image": file};
 the prompts of a round run at the same time. The result: {"rounds": [[answer, ...], ...], "preemptions": n, "modules": [...]} (see
-`describe`) or {"error": text}. A line on stdout tells that a job has ended.
+`describe`) or {"error": text}. A line on stdout tells that a job has ended. An argument names a folder with torchvision.
 """
 
 import json
@@ -14,6 +14,8 @@ import traceback
 
 
 def main() -> None:
+    if len(sys.argv) > 1:
+        import_torchvision(sys.argv[1])  # before anybody asks whether there is one
     import vllm.engine.arg_utils
     import vllm.v1.engine.core
     import vllm.v1.engine.llm_engine
@@ -42,8 +44,6 @@ def run(job: dict) -> None:
 
 
 def answer(job: dict) -> dict:
-    if job["torchvision"]:
-        import_torchvision(job["torchvision"])
     from vllm import LLM, SamplingParams
 
     llm = LLM(**job["engine"])
@@ -63,6 +63,9 @@ def import_torchvision(folder: str) -> None:
         torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     sys.path.append(folder)
     import torchvision  # noqa: F401
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda look: look()  # vLLM looks at a model class in another process, which has none of this
 
 
 def as_input(prompt) -> dict:

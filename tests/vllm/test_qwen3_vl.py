@@ -3,9 +3,6 @@
 vLLM's Qwen3-VL imports torchvision. scripts/setup_vllm.sh puts one aside, in a folder that only these tests look into.
 """
 
-import sys
-from pathlib import Path
-
 import pytest
 from PIL import Image
 
@@ -13,9 +10,8 @@ import minipop
 from minipop import PrefillPlan, Runner
 from minipop.processing import load_processor
 
-from .common import NEEDS_VLLM, ROOT, check_same, engine, random_prompts, runner_answer
+from .common import NEEDS_VLLM, ROOT, TORCHVISION, check_same, engine, random_prompts, runner_answer
 
-TORCHVISION = Path(sys.prefix) / "torchvision"
 MODEL = ROOT / "weights" / "tiny-qwen3-vl"
 QUESTIONS = ["What is left of the yellow diamond?", "How many shapes are there?", "What color is the circle?"]
 pytestmark = [*NEEDS_VLLM, pytest.mark.skipif(not TORCHVISION.is_dir(), reason="no torchvision beside vLLM (scripts/setup_vllm.sh)")]
@@ -26,7 +22,7 @@ def collapse(ids: list[int], image_token_id: int) -> list[int]:
     return [token for i, token in enumerate(ids) if token != image_token_id or ids[i - 1] != token]
 
 
-def test_pictures_and_text(tmp_path, run_engine):
+def test_pictures_and_text(tmp_path, run_engine_with_torchvision):
     """Three questions about a picture and some text prompts at once, in chunks that end inside the picture, twice."""
     picture = tmp_path / "shapes.png"  # in the size the model wants: vLLM's image processor would shrink it a little differently
     Image.open(ROOT / "examples" / "shapes.png").convert("RGB").resize((96, 96)).save(picture)
@@ -37,13 +33,13 @@ def test_pictures_and_text(tmp_path, run_engine):
     texts = random_prompts([5, 40, 21], seed=1)
     rounds = [pictures + texts] * 2
     arguments = engine(MODEL, {"skip": "5-7"}, skip_tokenizer_init=False, limit_mm_per_prompt={"image": 1, "video": 0}, max_num_batched_tokens=48)
-    result = run_engine(arguments, rounds, max_tokens=6, sampling={"logprobs": 0}, torchvision=TORCHVISION)
+    result = run_engine_with_torchvision(arguments, rounds, max_tokens=6, sampling={"logprobs": 0})
     runner = Runner(model, PrefillPlan(8, {5, 6, 7}), max_seq_len=256)
     check_same(result, runner, [inputs + texts] * 2, max_tokens=6)
     full = Runner(model, max_seq_len=256)
     assert any(runner_answer(full, i, 6)[1] != runner_answer(runner, i, 6)[1] for i in inputs)
 
 
-def test_layers_that_take_image_features_must_run(run_engine):
+def test_layers_that_take_image_features_must_run(run_engine_with_torchvision):
     arguments = engine(MODEL, {"skip": "1-7"}, skip_tokenizer_init=False)
-    assert "image features enter after each of them" in run_engine(arguments, [], torchvision=TORCHVISION)["error"]
+    assert "image features enter after each of them" in run_engine_with_torchvision(arguments, [])["error"]

@@ -27,7 +27,7 @@ def server(tmp_path_factory):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "log"
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(SMOLLM2), "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(SMOLLM2), "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
                "--served-model-name", "smollm2", "--max-model-len", "512", "--max-num-seqs", "16", "--max-num-batched-tokens", "64",
                "--block-size", "32", "--kv-cache-memory-bytes", str(1 << 28), "--additional-config", '{"minipop": {"ratio": 0.334}}']
     with open(log, "w") as out:
