@@ -274,7 +274,7 @@ def main(argv: list[str] | None = None) -> int:
         plan = PrefillPlan.deepest(config.num_layers, ratio_text)
         plans[f"POP {len(plan.skip)}/{plan.num_layers}"] = plan
     if args.plan:
-        plans[Path(args.plan).stem] = PrefillPlan.load(args.plan)
+        plans[f"plan {Path(args.plan).stem:.11}"] = PrefillPlan.load(args.plan)
     reference = load_reference(args.ckpt, dtype, device) if args.against else None
     rates = measuring.machine_rates(dtype if device.type != "cpu" or has_kernels(dtype) else torch.float32, device)
 

@@ -40,13 +40,13 @@ from tqdm import tqdm
 
 from .attention import Visible
 from .cache import FunctionalKV, Span, visibility
-from .cli import DEFAULT_SEQ_LEN, Parser, add_model_arguments, load_from, positive, run
+from .cli import DEFAULT_SEQ_LEN, Parser, add_model_arguments, check_outputs, load_from, positive, run, seed
 from .errors import MinipopError, PlanError, PromptError
 from .generate import measure
 from .importance import Sample, check_plain, rollouts
 from .inputs import ModelInputs
 from .layers import rotate
-from .plan import PrefillPlan, parse_layers
+from .plan import PrefillPlan, format_layers, parse_layers
 from .projection import KVProjection, fingerprint
 from .prompts import measuring_prompts
 from .runner import Runner, run_layers
@@ -245,7 +245,8 @@ def mean_divergence(samples: Sequence[Observed], map_: Tensor) -> float:
 class Calibration:
     """projection: what goes into the file. error [L', 2]: of keys and values, the share of POP's weighted squared error that the regression
     left on the held-out samples; penalty [L', 2]: what they chose (both 0 at the cut, where POP is exact). divergences: their KL from the
-    full model, nats a token: under POP, after the regression, and after each step."""
+    full model, nats a token: under POP, after the regression, and after each step; POP's alone where the regression did not lower it, and
+    the projection is POP's own."""
 
     projection: KVProjection
     error: Tensor
@@ -266,6 +267,10 @@ def calibrate(model: nn.Module, samples: Samples, cut: int, steps: int = 3, held
     depth = model.config.num_layers
     if not model.deepstack_layers <= cut < depth:
         raise PlanError(f"cannot calibrate a cut at layer {cut}: it must lie in {model.deepstack_layers} to {depth - 1}")
+    if model.config.sliced_width is not None:
+        raise PlanError("cannot calibrate a model that SliceGPT made: it cannot skip layers")
+    if not 0 < held_out < 1:
+        raise PromptError(f"held_out must lie between 0 and 1, not {held_out}")
     if len(samples) < 2:
         raise PromptError("calibration needs at least two samples, one of them to choose the penalty: give more text or prompts")
     own = KVProjection.of(model, cut, torch.float32)
@@ -288,7 +293,7 @@ def calibrate(model: nn.Module, samples: Samples, cut: int, steps: int = 3, held
         raise MinipopError("the streams or their gradients are not finite: calibrate in float32; if that is so already, check the weights")
 
     map_ = torch.cat((weight.transpose(2, 3), bias[:, :, None]), 2)  # [L', 2, D + 1, K * E]
-    divergences = [mean_divergence(checked, map_)]
+    divergences, fitted_map = [mean_divergence(checked, map_)], map_.clone()
     error, penalty = torch.zeros_like(fit.power), torch.zeros_like(fit.power)
     for layer in range(1, depth - cut):  # not the first: its own input is the stream at the cut, so POP is exact there
         for part in range(2):
@@ -296,12 +301,16 @@ def calibrate(model: nn.Module, samples: Samples, cut: int, steps: int = 3, held
             errors = [check.error(layer, part, correction) for correction in corrections]
             best = min(range(len(errors)), key=errors.__getitem__)
             error[layer, part], penalty[layer, part] = errors[best], PENALTIES[best]
-            map_[layer, part] += corrections[best]
-    divergences.append(mean_divergence(checked, map_))
+            fitted_map[layer, part] += corrections[best]
+    if (found := mean_divergence(checked, fitted_map)) < divergences[0]:
+        map_, steps_left = fitted_map, steps
+        divergences.append(found)
+    else:
+        steps_left = 0  # so little text that not even this much can be learnt from it
 
-    natural = NaturalGradient(fit) if steps else None
+    natural = NaturalGradient(fit) if steps_left else None
     length = None
-    for _ in range(steps):
+    for _ in range(steps_left):
         direction = natural.direction(progress(fitted), map_)
         if length is None:  # a first guess: a thousandth of the map
             length = float(map_.norm() / direction.norm()) * 1e-3
@@ -365,8 +374,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--response-tokens", type=positive, default=64, metavar="N", help="sampled after a prompt (default: 64)")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="of natural gradient after the regression (default: 3)")
     parser.add_argument("--held-out", type=float, default=0.1, metavar="SHARE", help="of the samples, to choose the penalty (default: 0.1)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draw and of the responses (default: 0)")
-    add_model_arguments(parser)
+    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of the draw and of the responses (default: 0)")
+    add_model_arguments(parser, dtype="float32")
     return parser
 
 
@@ -377,8 +386,9 @@ def _calibrate(args: argparse.Namespace) -> int:
         raise PromptError("--steps must be 0 or more")
     if not 0 < args.held_out < 1:
         raise PromptError(f"--held-out must lie between 0 and 1, not {args.held_out}")
-    if not Path(args.out).absolute().parent.is_dir():
-        raise PromptError(f"--out {args.out}: there is no such folder to write to")
+    if args.length < 4:
+        raise PromptError(f"--length {args.length} is too short: a piece is divided into a prompt and what follows it; give 4 tokens or more")
+    check_outputs({"--out": args.out}, [*args.text, args.prompts, args.ckpt])
     texts = [read_text(path) for path in args.text]
     args.dtype = args.dtype or "float32"
     folder, model, tokenizer, processor = load_from(args, packed=False)
@@ -404,7 +414,10 @@ def _calibrate(args: argparse.Namespace) -> int:
     made.projection.notes = {"checkpoint": folder.resolve().name, "samples": str(len(samples)), "dtype": args.dtype,
                              "sources": ", ".join(Path(name).name for name in [*args.text, *filter(None, [args.prompts])])}
     made.projection.save(args.out)
+    print(f"{len(samples)} samples, {sum(len(prompt) for prompt, _ in samples):,} prompt tokens")
     print(table(made))
+    if len(made.divergences) == 1:
+        print("nothing that was fitted lowered the divergence on held-out samples: the file holds POP's own projections. Give more text")
 
     kept = samples[-held_out_count(len(samples), args.held_out):][:32]
     plans = (PrefillPlan.full(depth), plan, PrefillPlan(depth, plan.skip, kv=args.out))
@@ -412,7 +425,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     gap, left = (pop - full).mean().item(), (calibrated - full).mean().item()
     print(f"\nloss of what follows {len(kept)} held-out prompts, nats a token: full {full.mean():.3f}, POP {pop.mean():.3f}, calibrated "
           f"{calibrated.mean():.3f}" + (f": {1 - left / gap:.0%} of the gap closed" if gap > 0 else ""))
-    print(f"written to {args.out}; use it with --kv {args.out} and {plan.describe().split(' (')[0]}")
+    print(f"written to {args.out}; use it with --skip-layers {format_layers(plan.skip)} --kv {args.out}")
     return 0
 
 
@@ -420,8 +433,8 @@ def table(made: Calibration) -> str:
     lines = ["share of POP's error in K and V that is left on held-out samples (and the penalty)", f"{'layer':>5} {'K':>16} {'V':>16}"]
     for layer, (errors, penalties) in enumerate(zip(made.error.tolist(), made.penalty.tolist()), made.projection.cut):
         lines.append(f"{layer:>5} " + " ".join(f"{error:>7.3f} ({penalty:.0e})" for error, penalty in zip(errors, penalties)))
-    pop, regression, *steps = (f"{value:.4f}" for value in made.divergences)
-    lines.append(f"\ndivergence from the full model, nats a token: POP {pop}, regression {regression}" + "".join(f", step {i} {value}" for i, value in enumerate(steps, 1)))
+    names = ["POP", "regression", *(f"step {i}" for i in range(1, len(made.divergences)))]
+    lines.append("\ndivergence from the full model, nats a token: " + ", ".join(f"{name} {value:.4f}" for name, value in zip(names, made.divergences)))
     return "\n".join(lines)
 
 

@@ -12,8 +12,9 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -118,6 +119,37 @@ class Parser(argparse.ArgumentParser):
         raise MinipopError(f"{message} (see {self.prog} --help)")
 
 
+def check_outputs(outputs: dict[str, str | None], inputs: Iterable[str | Path | None] = ()) -> None:
+    """Before the work, not after it: every output can be written, and none is an input or another output.
+
+    outputs: option -> file, None where it is not wanted. inputs: files and folders that are read. Raises PromptError.
+    """
+    taken = {os.path.realpath(path): f"{path}, which is read" for path in inputs if path}
+    for folder in [path for path in taken if os.path.isdir(path)]:
+        taken |= {os.path.join(folder, name): f"{name} of {folder}, which is read" for name in os.listdir(folder)}
+    for option, path in outputs.items():
+        if path is None:
+            continue
+        parent = os.path.dirname(os.path.abspath(path))
+        if not path or os.path.isdir(path) or os.path.lexists(path) and not os.path.isfile(path):
+            raise PromptError(f"{option} {path!r} is not the name of a file: choose another")
+        try:
+            tempfile.TemporaryFile(dir=parent).close()  # rights alone do not tell: a file system may be read-only, or none for files
+        except OSError:
+            raise PromptError(f"{option} {path}: there is no folder {parent} that can be written to") from None
+        real = os.path.realpath(path)
+        if real in taken:
+            raise PromptError(f"{option} {path} would overwrite {taken[real]}: choose another name")
+        taken[real] = f"what {option} writes"
+
+
+def seed(text: str) -> int:
+    """An argument's type: what every generator of random numbers takes."""
+    if not text.strip().isdecimal() or len(text) > 10 or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to {2**32 - 1}, not {text!r:.60}")
+    return int(text)
+
+
 def positive(text: str) -> int:
     """An argument's type: a whole number above 0."""
     if not text.strip().isdecimal() or len(text) > 12 or int(text) < 1:
@@ -125,12 +157,12 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, default: str | None = None) -> None:
-    """--ckpt, --dtype, --device, --threads, --max-seq-len. default: what happens without --ckpt; None = it is required."""
+def add_model_arguments(parser: argparse.ArgumentParser, default: str | None = None, dtype: str = "the checkpoint's") -> None:
+    """--ckpt, --dtype, --device, --threads, --max-seq-len. default: what happens without --ckpt; None = it is required. dtype: without --dtype."""
     group = parser.add_argument_group("model")
     group.add_argument("--ckpt", metavar="PATH", required=default is None,
                        help="a Hugging Face checkpoint folder, or org/model" + (f" (default: {default})" if default else ""))
-    group.add_argument("--dtype", choices=tuple(DTYPES), help="of weights, cache and arithmetic (default: the checkpoint's)")
+    group.add_argument("--dtype", choices=tuple(DTYPES), help=f"of weights, cache and arithmetic (default: {dtype})")
     group.add_argument("--device", default="cpu", metavar="NAME", help="cpu (default), cuda, cuda:1, ...")
     group.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: PyTorch's choice)")
     group.add_argument("--max-seq-len", type=positive, metavar="N",

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from torch import nn
 
-from .cli import Parser, add_model_arguments, add_parallel_argument, add_plan_arguments, load_from, plan_from, positive, run
+from .cli import Parser, add_model_arguments, add_parallel_argument, add_plan_arguments, load_from, plan_from, positive, run, seed
 from .errors import MinipopError
 from .files import one_line
 from .parallel import join
@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch-size", type=positive, default=8, metavar="N", help="contexts side by side (default: 8)")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="write lm-eval's result files there")
     parser.add_argument("--log-samples", action="store_true", help="write every item with its answer, too (needs --output)")
-    parser.add_argument("--seed", type=_count, default=0, metavar="N", help="of made tasks, examples and sampled answers (default: 0)")
+    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of made tasks, examples and sampled answers (default: 0)")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help=f"what scripts/fetch_eval_data.py made (default: {DATA.name} in the repository)")
     parser.add_argument("--apply-chat-template", action="store_true", help="put prompts in the checkpoint's chat format")
     parser.add_argument("--allow-code-execution", action="store_true",
@@ -99,6 +99,9 @@ def evaluate(model: nn.Module, tokenizer: Tokenizer, plan: PrefillPlan | None, t
     lose their beginning (default: 4096, or what the model allows). data: the folder of the local tasks' data. name: for the results.
     Raises MinipopError: lm-eval is not installed, a task does not exist or cannot be loaded, or runs code without permission.
     """
+    for name_, value, least in (("limit", limit, 1), ("batch_size", batch_size, 1), ("num_fewshot", num_fewshot, 0)):
+        if value is not None and value < least:
+            raise MinipopError(f"{name_} must be {least} or more, not {value}")
     lm_eval = _lm_eval()
     from .lm_eval_model import MinipopLM
 
@@ -106,11 +109,12 @@ def evaluate(model: nn.Module, tokenizer: Tokenizer, plan: PrefillPlan | None, t
     with _quiet():
         loaded = load_tasks(tasks, tokenizer, seed, data)
         _refuse_code(loaded, allow_code_execution)
-        return lm_eval.simple_evaluate(
-            model=lm, model_args={"pretrained": name, "plan": lm.plan.describe()}, tasks=loaded, task_manager=_manager(local=True),
-            limit=limit, batch_size=batch_size, num_fewshot=num_fewshot, apply_chat_template=apply_chat_template,
-            confirm_run_unsafe_code=allow_code_execution, random_seed=seed, numpy_random_seed=seed, torch_random_seed=seed,
-            fewshot_random_seed=seed)
+        with _mistakes(num_fewshot):
+            return lm_eval.simple_evaluate(
+                model=lm, model_args={"pretrained": name, "plan": lm.plan.describe()}, tasks=loaded, task_manager=_manager(local=True),
+                limit=limit, batch_size=batch_size, num_fewshot=num_fewshot, apply_chat_template=apply_chat_template,
+                confirm_run_unsafe_code=allow_code_execution, random_seed=seed, numpy_random_seed=seed, torch_random_seed=seed,
+                fewshot_random_seed=seed)
 
 
 def local_tasks() -> dict[str, str]:
@@ -212,6 +216,17 @@ def _refuse_code(loaded: list, allowed: bool) -> None:
             if getattr(task, "UNSAFE_CODE", False) and not allowed:
                 raise MinipopError(f"{task.config.task} runs code that the model writes: add --allow-code-execution "
                                    "(allow_code_execution=True) if this machine may do that; see docs/EVALUATE.md")
+
+
+@contextlib.contextmanager
+def _mistakes(num_fewshot: int | None) -> Iterator[None]:
+    """What lm-eval raises for a user's mistake, in one line."""
+    try:
+        yield
+    except (AssertionError, ValueError) as problem:
+        if not num_fewshot:
+            raise
+        raise MinipopError(f"--num-fewshot {num_fewshot} is more than a task has examples for: {one_line(problem)}") from None
 
 
 @contextlib.contextmanager

@@ -18,6 +18,15 @@ def load_pyplot():
     return pyplot
 
 
+def check_figure(path: str | os.PathLike) -> None:
+    """Raises MinipopError where matplotlib cannot write what the name's ending says."""
+    from matplotlib.figure import Figure
+
+    kinds = Figure().canvas.get_supported_filetypes()
+    if Path(path).suffix.removeprefix(".").lower() not in kinds:
+        raise MinipopError(f"--figure {path}: the name must end in one of .{', .'.join(sorted(kinds))}")
+
+
 def save_figure(figure, path: str | os.PathLike) -> None:
     """Write a figure in the format its name ends in (.png, .pdf, .svg), under a temporary name first."""
     path = Path(path)

@@ -308,7 +308,8 @@ def open_output(path: str, kept: int = 0):
 def settings_digest(model: nn.Module, plan: PrefillPlan, params: SamplingParams, logprobs: bool) -> str:
     """Stands for all that decides about an answer beside its prompt. Weights count by a few values of each tensor."""
     weights = [(name, p.flatten()[:: max(1, p.numel() // 8)].float().tolist()) for name, p in plain_weights(model)]
-    dtype, skipping = str(model.embedding.weight.dtype), {**asdict(plan), "skip": sorted(plan.skip)}
+    kv = None if plan.kv is None else hashlib.sha256(Path(plan.kv).read_bytes()).hexdigest()  # what the file holds, not its name
+    dtype, skipping = str(model.embedding.weight.dtype), {**asdict(plan), "skip": sorted(plan.skip), "kv": kv}
     return _digest([dtype, weights, skipping, asdict(params), logprobs])
 
 

@@ -42,9 +42,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from .cache import FunctionalKV, Span
-from .cli import DEFAULT_SEQ_LEN, Parser, add_model_arguments, load_from, positive, run
+from .cli import DEFAULT_SEQ_LEN, Parser, add_model_arguments, check_outputs, load_from, positive, run, seed
 from .errors import MinipopError, PlanError, PromptError
-from .figures import load_pyplot, save_figure
+from .figures import check_figure, load_pyplot, save_figure
 from .files import read_json, write_text
 from .generate import Prompt, measure, settings_digest
 from .inputs import Batch, ModelInputs, check_token_ids
@@ -312,25 +312,29 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", metavar="FILE", help="a text file, a prompt a paragraph; or NAME.jsonl as minipop.generate reads it "
                         "(default: 40 built-in prompts); used again and again until there are enough samples")
     parser.add_argument("--response-tokens", type=positive, default=64, metavar="N", help="longest response (default: 64)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same responses (default: 0)")
+    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="same seed, same responses (default: 0)")
     parser.add_argument("--validate", type=positive, nargs="?", const=24, metavar="N",
                         help="also remove each layer in the first N samples (default: 24) and compare; about L forwards a sample")
     parser.add_argument("--figure", metavar="FILE", help="draw both curves on a logarithmic scale (needs matplotlib)")
     parser.add_argument("--plan-out", metavar="FILE", help="write a plan that skips the least important layers of the prefill")
     parser.add_argument("--ratio", default="1/3", metavar="R", help="share of the layers in that plan (default: 1/3)")
-    add_model_arguments(parser)
+    add_model_arguments(parser, dtype="float32")
     return parser
 
 
 def _importance(args: argparse.Namespace) -> int:
     if args.figure:
         load_pyplot()  # now rather than after an hour
-    SamplingParams(seed=args.seed)  # whole numbers from 0
+        check_figure(args.figure)
+    check_outputs({"--out": args.out, "--plan-out": args.plan_out, "--figure": args.figure, "--out with .partial": args.out + ".partial"},
+                  [args.prompts, args.ckpt])
     args.dtype = args.dtype or "float32"
-    folder, model, tokenizer, processor = load_from(args)
+    folder, model, tokenizer, processor = load_from(args, packed=False)
     check_plain(model)
     depth, largest = model.config.num_layers, model.config.max_position_embeddings
-    plan = PrefillPlan.deepest(depth, args.ratio)  # only to refuse a ratio that is none
+    if model.config.sliced_width is not None and args.plan_out:
+        raise PlanError("--plan-out is not for a model that SliceGPT made: it cannot skip layers")
+    PrefillPlan.deepest(depth, args.ratio)  # only to refuse a ratio that is none
     prompts = measuring_prompts(args.prompts, tokenizer, processor is not None)
     limit = min(args.max_seq_len or DEFAULT_SEQ_LEN, largest) - args.response_tokens
     if limit < 1:
@@ -362,7 +366,6 @@ def _importance(args: argparse.Namespace) -> int:
                                **{f"{stage}_rank_correlation": _numbers(torch.tensor([c], dtype=torch.float64))[0]
                                   for stage, c in zip(STAGES, correlation)}}
     importance.save(args.out, **extra)
-    partial.unlink(missing_ok=True)
     print(table(importance, extra.get("validation")))
     plan = importance.least_important(args.ratio)
     print(f"\nleast important: {plan.describe()}")
@@ -370,6 +373,7 @@ def _importance(args: argparse.Namespace) -> int:
         plan.save(args.plan_out)
     if args.figure:
         draw_importance(importance, args.figure, folder.resolve().name)
+    partial.unlink(missing_ok=True)  # last: as long as something could not be written, the same command makes it from here
     return 0
 
 

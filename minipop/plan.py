@@ -47,6 +47,8 @@ class PrefillPlan:
             if type(getattr(self, name)) is not bool:
                 raise PlanError(f"{name} must be True or False, not {getattr(self, name)!r:.60}")
         object.__setattr__(self, "skip", frozenset(layers))
+        if self.kv is not None and (not isinstance(self.kv, (str, os.PathLike)) or not os.fspath(self.kv)):
+            raise PlanError(f"kv must be the name of a file of calibrated K/V, not {self.kv!r:.60}")
         object.__setattr__(self, "kv", None if self.kv is None else os.fspath(self.kv))
 
     @classmethod
@@ -57,6 +59,7 @@ class PrefillPlan:
     @classmethod
     def deepest(cls, num_layers: int, ratio: float | str | Fraction = 1 / 3, kv: str | None = None) -> "PrefillPlan":
         """Skip the floor(ratio * L) deepest layers: 10 of 30, 10 of 32, 12 of 36, 16 of 48 for one third."""
+        cls.full(num_layers)  # refuses a number that is none
         count = math.floor(parse_ratio(ratio) * num_layers + 1e-9)  # 1e-9: a third written as 0.333333333333 is meant as one
         return cls(num_layers, frozenset(range(num_layers - count, num_layers)), kv=kv)
 

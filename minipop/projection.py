@@ -64,15 +64,18 @@ class KVProjection:
         """Read a file that `save` wrote. Raises PlanError when it is not one."""
         path = Path(path)
         if not path.is_file():
-            raise PlanError(f"{path}: no such file; calibrated K/V files are made by `python -m minipop.calibrate`")
+            raise PlanError(f"{path}: {'not a file' if path.exists() else 'no such file'}; calibrated K/V files are made by `python -m minipop.calibrate`")
         try:
             with safe_open(path, "pt") as file:
                 about = file.metadata() or {}
                 if about.get("minipop") != FORMAT or set(file.keys()) != {"weight", "bias"}:
                     raise PlanError(f"{path}: not a calibrated K/V file of this version; make one with `python -m minipop.calibrate`")
                 weight, bias = file.get_tensor("weight"), file.get_tensor("bias")
-            made = cls(weight, bias, int(about["cut"]), int(about["num_layers"]), about["fingerprint"], json.loads(about["notes"]))
-        except (SafetensorError, OSError, KeyError, ValueError) as problem:
+            notes = json.loads(about["notes"])
+            if not isinstance(notes, dict) or not 0 <= int(about["cut"]) < int(about["num_layers"]):
+                raise ValueError("its notes or its cut make no sense")
+            made = cls(weight, bias, int(about["cut"]), int(about["num_layers"]), about["fingerprint"], notes)
+        except (SafetensorError, OSError, KeyError, ValueError, RecursionError) as problem:
             if isinstance(problem, PlanError):
                 raise
             raise PlanError(f"{path}: not a calibrated K/V file: {one_line(problem)}") from None

@@ -100,6 +100,7 @@ class ChatSession:
             raise PromptError("a stop string must not be empty")
         self.runner, self.tokenizer, self.processor = runner, tokenizer, processor
         self.system, self.sampling, self.stop = system, sampling, tuple(stop)
+        self.kv = runner.plan.kv  # calibrated K/V that the chat was started with: plans may use them, or not
         self.exchanges: list[Exchange] = []
         self.log: list[AnswerStats] = []  # of all answers, also those taken back later
         self._pictures: list[Any] = []  # the pictures behind the cache's image rows come first in this list
@@ -262,9 +263,14 @@ class ChatSession:
         """Use another plan for the questions to come (and for `retry`); rows that are in the cache stay as they were made."""
         if plan.num_layers != self.runner.plan.num_layers:
             raise PlanError(f"the plan is for {plan.num_layers} layers, the model has {self.runner.plan.num_layers}")
-        if plan.kv not in (None, self.runner.plan.kv):
+        if plan.kv not in (None, self.kv):
             raise PlanError(f"the plan uses the calibrated K/V in {plan.kv}: start the chat with --kv {plan.kv}")
-        self.runner.plan = plan
+        before, self.runner.plan = self.runner.plan, plan
+        try:
+            self.runner.stacked_kv()  # raises PlanError where the calibrated K/V are for another cut
+        except PlanError:
+            self.runner.plan = before
+            raise
 
     # --- files -----------------------------------------------------------------------------------------------------------
 

@@ -507,6 +507,9 @@ def test_the_files_beside_the_weights_come_along(tmp_path):
     for taken in (source, tmp_path / "out", source / "LICENSE"):
         with pytest.raises(CheckpointError, match="is there already"):
             save_pruned(model, source, taken)
+    for nowhere in (source / "LICENSE" / "sub", "/proc/x"):
+        with pytest.raises(CheckpointError, match="cannot be made in"):
+            save_pruned(model, source, nowhere)
 
 
 # --- the command --------------------------------------------------------------------------------------------------------------

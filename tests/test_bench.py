@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -148,6 +149,13 @@ def test_command(shape, tmp_path, capsys, monkeypatch):
         ([3], 1), ([9], 1), ([3, 3], 2), ([1, 3], 2), ([9, 9], 2), ([4, 9], 2)]
     assert all(line in out for line in ("POP 2/6", "one by one", "us/token", "8 ragged", "of reading rate"))
     assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plan_file_may_have_any_name(shape, tmp_path, capsys):
+    PrefillPlan(6, {5}).save(tmp_path / "full.json")
+    assert bench("--random", shape, "--lengths", "4", "--decode-tokens", "0", "--plan", tmp_path / "full.json") == 0
+    names = [name.strip() for name in re.findall(r"^ +4 +1 (.{16})", capsys.readouterr().out, re.M)]
+    assert names == ["full", "POP 2/6", "plan full"]
 
 
 def test_a_checkpoint_is_loaded_beside_a_plain_read_of_it(capsys, monkeypatch):

@@ -11,6 +11,7 @@ import torch
 
 import minipop
 from minipop import MinipopError, ModelInputs, PlanError, PrefillPlan, PromptError, Runner, SamplingParams, generate
+from minipop.baselines import slicegpt
 from minipop.calibrate import (CLIP, PENALTIES, NaturalGradient, Observed, Statistics, calibrate, continuation_loss, damped_inverse,
                                line_search, main, mean_divergence, rows_of, token_weights, with_one)
 from minipop.importance import Sample
@@ -210,6 +211,18 @@ def test_what_it_refuses():
         calibrate(model, samples(4, prompt=1), CUT)
     with pytest.raises(MinipopError, match="packed"):
         calibrate(pack(tiny_model(dtype=torch.bfloat16)), samples(4), CUT)
+    with pytest.raises(PromptError, match="held_out must lie between 0 and 1, not nan"):
+        calibrate(model, samples(4), CUT, held_out=math.nan)
+    with pytest.raises(PlanError, match="SliceGPT"):
+        calibrate(slicegpt(model, [random_ids(20)], 0.25), samples(4), CUT)
+
+
+def test_what_does_not_help_is_not_kept():
+    """Held-out samples whose regression is worse than nothing: the projection stays POP's own."""
+    model = tiny_model()
+    made = calibrate(model, samples(2, prompt=3), CUT)
+    assert len(made.divergences) == 1, made.divergences
+    close(made.projection.weight, KVProjection.of(model, CUT).weight)
 
 
 def test_continuation_loss_is_that_of_one_pass():
@@ -248,7 +261,7 @@ def test_the_command_writes_a_file_that_every_plan_takes(folder, text, tmp_path,
     assert run_main(folder, out, "--text", text) == 0
     shown = capsys.readouterr().out
     assert "of the gap closed" in shown or "nats a token: full" in shown
-    assert f"--kv {out}" in shown and "2 of 6 layers skipped" in shown
+    assert f"--skip-layers 4-5 --kv {out}" in shown and "12 samples, 216 prompt tokens" in shown
     model = minipop.load_model(folder)
     first = Runner(model, PrefillPlan.deepest(DEPTH, "1/3", kv=out), 40).prefill(random_ids(20))
     assert run_main(folder, tmp_path / "again.safetensors", "--text", text, "--skip-layers", "4-5") == 0
@@ -275,7 +288,8 @@ def test_prompts_get_responses_of_the_model(folder, tmp_path, capsys):
     ([], "nothing to calibrate with"), (["--text", "missing.txt"], "missing.txt"), (["--text", "TEXT", "--ratio", "0"], "this plan has"),
     (["--text", "TEXT", "--skip-layers", "1-2"], "the deepest layers"), (["--text", "TEXT", "--length", "9999"], "9999 exceeds"),
     (["--text", "TEXT", "--held-out", "1"], "--held-out"), (["--text", "TEXT", "--steps", "-1"], "--steps"),
-    (["--text", "TEXT", "--samples", "1"], "at least two samples"), (["--text", "TEXT", "--ratio", "2"], "between 0 and 1")])
+    (["--text", "TEXT", "--samples", "1"], "at least two samples"), (["--text", "TEXT", "--length", "3"], "--length 3 is too short"),
+    (["--text", "TEXT", "--seed", "-1"], "--seed: must be a whole number"), (["--text", "TEXT", "--seed", "9" * 20], "--seed: must be a whole number"), (["--text", "TEXT", "--ratio", "2"], "between 0 and 1")])
 def test_mistakes_are_one_line(folder, text, tmp_path, capsys, arguments, words):
     out = tmp_path / "kv"
     assert run_main(folder, out, *(str(text) if a == "TEXT" else a for a in arguments)) == 2
@@ -286,4 +300,4 @@ def test_mistakes_are_one_line(folder, text, tmp_path, capsys, arguments, words)
 def test_as_a_program(folder, text, tmp_path):
     command = [sys.executable, "-m", "minipop.calibrate", "--ckpt", str(folder), "--out", str(tmp_path / "no" / "kv"), "--text", str(text)]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and "no such folder" in done.stderr and done.stderr.count("\n") == 1
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and "there is no folder" in done.stderr and done.stderr.count("\n") == 1

@@ -23,6 +23,7 @@ from minipop import ModelInputs, PrefillPlan, Runner, SamplingParams
 from minipop import chat
 from minipop.saving import save_checkpoint
 from minipop.errors import CheckpointError, ImageError, MinipopError, PlanError, PromptError, TokenizerError
+from minipop.projection import KVProjection, fingerprint
 from minipop.session import ChatSession, StopStrings, shared_prefix
 from tests.tiny import close, tiny_model
 
@@ -295,6 +296,24 @@ def test_a_question_asked_again_under_another_plan_is_prefilled_again(new_sessio
     assert session.log[-1].plan == full
     with pytest.raises(PlanError, match="5 layers"):
         session.set_plan(PrefillPlan.full(5))
+
+
+def test_plans_may_leave_the_calibrated_rows_and_come_back(new_session, tmp_path):
+    pruned = PrefillPlan.deepest(LAYERS, 1 / 2)
+    session = new_session(pruned)
+    model = session.runner.model
+    weight = KVProjection.of(model, pruned.cut).weight
+    KVProjection(weight, torch.zeros(len(weight)), pruned.cut, LAYERS, fingerprint(model, pruned.cut)).save(tmp_path / "kv")
+    calibrated = PrefillPlan.deepest(LAYERS, 1 / 2, kv=tmp_path / "kv")
+    with pytest.raises(PlanError, match="start the chat with --kv"):
+        session.set_plan(calibrated)
+    session = new_session(calibrated)
+    with pytest.raises(PlanError, match="made for layers"):  # another cut: nothing changes
+        session.set_plan(PrefillPlan.deepest(LAYERS, 5 / 6, kv=tmp_path / "kv"))
+    assert session.runner.plan == calibrated
+    session.set_plan(pruned)
+    session.set_plan(calibrated)
+    assert session.runner.plan == calibrated and answer(session, "What is this?")
 
 
 def test_reset_begins_anew(new_session):

@@ -191,3 +191,21 @@ def test_loading_sets_threads_and_fails_before_the_weights_are_read(tmp_path, mo
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(threads)
+
+
+def test_outputs_are_checked_before_the_work(tmp_path):
+    text, folder, other = tmp_path / "text.txt", tmp_path / "checkpoint", tmp_path / "out.json"
+    text.write_text("words")
+    folder.mkdir()
+    (folder / "model.safetensors").write_text("weights")
+    (tmp_path / "link.txt").symlink_to(text)
+    inputs = [text, folder, None, "org/model"]
+    cli.check_outputs({"--out": str(other), "--figure": None, "--plan-out": str(tmp_path / "new.json")}, inputs)
+    for outputs, words in (({"--out": str(text)}, "would overwrite .*text.txt, which is read"), ({"--out": str(tmp_path / "link.txt")}, "would overwrite"),
+                           ({"--out": str(folder / "model.safetensors")}, "would overwrite model.safetensors of"),
+                           ({"--out": str(folder)}, "is not the name of a file"), ({"--out": ""}, "is not the name of a file"),
+                           ({"--out": str(tmp_path / "no" / "x")}, "there is no folder"), ({"--out": "/proc/x"}, "there is no folder"),
+                           ({"--out": str(other), "--plan-out": str(other)}, "--plan-out .*would overwrite what --out writes")):
+        with pytest.raises(PromptError, match=words):
+            cli.check_outputs(outputs, inputs)
+    assert text.read_text() == "words"

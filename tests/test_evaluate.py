@@ -348,6 +348,20 @@ def test_few_shot_examples_come_before(model, tokenizer, data):
     assert "do the a" not in prompts[0][: prompts[0].rindex("Question")]
 
 
+@pytest.mark.parametrize("options, words", [
+    ({"num_fewshot": 9}, "--num-fewshot 9 is more than a task has examples for"), ({"limit": 0}, "limit must be 1 or more, not 0"),
+    ({"batch_size": 0}, "batch_size must be 1 or more"), ({"num_fewshot": -1}, "num_fewshot must be 0 or more")])
+def test_counts_that_make_no_sense(model, tokenizer, data, options, words):
+    with pytest.raises(MinipopError, match=words):
+        evaluate.evaluate(model, tokenizer, POP, ["minipop_gsm8k"], data=data, **{"limit": 1, **options})
+
+
+def test_data_of_another_form(model, tokenizer, data, tmp_path):
+    (tmp_path / "piqa.jsonl").write_text('{"question": "who?", "choices": ["a", "b"], "label": 0}\n')
+    with pytest.raises(MinipopError, match="cannot load the task minipop_piqa: .*goal"):
+        evaluate.evaluate(model, tokenizer, POP, ["minipop_piqa"], data=tmp_path)
+
+
 def test_retrieval_items_have_one_right_answer():
     docs = retrieval.load(7)["test"]
     assert docs.to_list() == retrieval.load(7)["test"].to_list() != retrieval.load(8)["test"].to_list()

@@ -315,6 +315,13 @@ def test_answers_to_other_prompts_or_with_other_settings_are_not_mixed(folder, w
                            (folder, ["--dtype", "bfloat16"]), (folder, ["--max-new-tokens", "11"]), (tmp_path / "tuned", [])):
         assert run_generate(where, *options) == 2
         assert "line 1: was made with another checkpoint or other settings" in one_error(capsys)
+    settings_digest = generate.settings_digest
+    assert settings_digest(model := minipop.load_model(folder), PrefillPlan(6, {5}, kv=work / "prompts.jsonl"), SamplingParams(), False) != \
+        settings_digest(model, PrefillPlan(6, {5}, kv=work / "answers.jsonl"), SamplingParams(), False)  # what a K/V file holds, not its name
+    copy = tmp_path / "copy"
+    copy.write_bytes((work / "prompts.jsonl").read_bytes())
+    assert settings_digest(model, PrefillPlan(6, {5}, kv=work / "prompts.jsonl"), SamplingParams(), False) == \
+        settings_digest(model, PrefillPlan(6, {5}, kv=copy), SamplingParams(), False)
     lines = read_lines("prompts.jsonl")
     lines[4]["prompt"] = "something else"
     write_lines("prompts.jsonl", lines)

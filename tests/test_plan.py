@@ -28,6 +28,7 @@ def test_suffix():
     (dict(num_layers=4, skip={4}), "names layer 4; the model has layers 0 to 3"), (dict(num_layers=4, skip={-1}), "layer -1"),
     (dict(num_layers=4, skip={True}), "layer True"), (dict(num_layers=4, skip={"1"}), "layer '1'"),
     (dict(num_layers=4, skip=3), "must be a set"), (dict(num_layers=0), "positive"), (dict(num_layers="4"), "positive"),
+    (dict(num_layers=4, kv=5), "kv must be"), (dict(num_layers=4, kv=""), "kv must be"), (dict(num_layers=4, kv=b"x"), "kv must be"),
     (dict(num_layers=4, project_kv=1), "project_kv"), (dict(num_layers=4, split_boundary=None), "split_boundary")])
 def test_refuses(arguments, message):
     with pytest.raises(PlanError, match=message):
@@ -36,6 +37,8 @@ def test_refuses(arguments, message):
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.1, float("nan"), float("inf"), "a third", "1/0", "", None, [], "1e999"])
 def test_refuses_ratio(ratio):
+    with pytest.raises(PlanError, match="num_layers"):
+        PrefillPlan.deepest("30")
     with pytest.raises(PlanError, match="ratio"):
         parse_ratio(ratio)
 

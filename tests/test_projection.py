@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from minipop import PlanError, PrefillPlan, Runner
 from minipop.layers import rotate
 from minipop.packing import pack
-from minipop.projection import KVProjection, fingerprint
+from minipop.projection import FORMAT, KVProjection, fingerprint
 
 from .tiny import TEXT_FAMILIES, close, random_ids, tiny_model
 
@@ -127,6 +127,13 @@ def test_files_that_are_no_calibration_are_refused(tmp_path):
     save_file({"weight": projection.weight}, path)
     with pytest.raises(PlanError, match="not a calibrated K/V file of this version"):
         Runner(model, plan(path), 40)
+    about = {"minipop": FORMAT, "cut": "4", "num_layers": "6", "fingerprint": "x", "notes": "{}"}
+    for change in ({"notes": "[1]"}, {"notes": "[" * 100_000}, {"cut": "-1"}, {"cut": "x"}):
+        save_file({"weight": projection.weight, "bias": projection.bias}, path, about | change)
+        with pytest.raises(PlanError, match="not a calibrated K/V file"):
+            Runner(model, plan(path), 40)
+    with pytest.raises(PlanError, match="not a file"):
+        Runner(model, plan(tmp_path), 40)
     made_up(model, path, bias=torch.full((len(projection.weight),), float("nan")))
     with pytest.raises(PlanError, match="damaged"):
         Runner(model, plan(path), 40)

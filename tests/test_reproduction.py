@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_evaluate import data, tokenizer_files  # noqa: F401: a fixture
+from tests.test_evaluate import data, tokenizer_files  # noqa: F401 (a fixture)
 from tests.test_inspect import save_tiny
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,7 +54,7 @@ def test_the_page(tmp_path):
           importance={"prefill": [4.0, 1.0, 0.0], "decode": [1.0, 1.0, 2.0], "prefill_stderr": [0.1] * 3, "decode_stderr": [0.1] * 3, "samples": 5,
                       "response_tokens": 8, "validation": {"samples": 3, "removal": [[1, 2, 3]] * 2, "rank_correlation": [0.5, 1.0]}},
           ablation={name: {"minipop_continuation": [float(i)] * 2} for i, name in enumerate(report.PLANS)})
-    page = report.write(tmp_path / "results", tmp_path / "RESULTS.md", "a command", tmp_path / "no-notes.md")
+    page = report.write(tmp_path / "results", tmp_path / "RESULTS.md", "a command")
     assert cells(page, "full") != cells(page, "POP")
     table = page[page.index("### Quality and prefill speed"):]
     assert cells(table, "POP") == ["50.0 (-25.0 ± 25.0)", "100.0 (+75.0 ± 25.0)", "4.000 (+0.500 ± 0.000)", "66.7%", "1.50x"]
@@ -89,3 +89,23 @@ def test_a_step_is_made_once(tmp_path, data):  # noqa: F811
 def test_without_data(tmp_path):
     wrong = subprocess.run([sys.executable, ROOT / "scripts" / "reproduce.py", "--ckpt", tmp_path, "--data", tmp_path], capture_output=True, text=True)
     assert wrong.returncode == 2 and wrong.stderr.startswith("error: ") and "fetch_eval_data.py" in wrong.stderr
+
+
+def test_mistakes(tmp_path):
+    """One line, and the page is left as it is."""
+    def run(*options) -> str:
+        done = subprocess.run([sys.executable, ROOT / "scripts" / "reproduce.py", *map(str, options)], capture_output=True, text=True)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and done.stderr.startswith("error: "), done.stderr
+        return done.stderr
+
+    page = ROOT / "docs" / "RESULTS.md"
+    before = page.read_text()
+    (tmp_path / "calibration").mkdir()
+    ready = ("--ckpt", ROOT / "weights" / "tiny-qwen3-vl", "--data", tmp_path, "--results", tmp_path / "results")
+    assert "no step has such a name; there are calibration, " in run(*ready, "--only", "nosuch")
+    assert "there are no results yet" in run("--report", "--results", tmp_path / "none")
+    (tmp_path / "results" / "tiny-qwen3-vl" / "speed.json").write_text("{")
+    assert "speed.json" in run("--report", "--results", tmp_path / "results")
+    (tmp_path / "results" / "tiny-qwen3-vl" / "checkpoint.txt").write_text("of another")
+    assert "holds results of another checkpoint" in run(*ready, "--only", "speed")
+    assert page.read_text() == before

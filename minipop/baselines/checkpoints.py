@@ -4,6 +4,7 @@
 """
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,10 +35,15 @@ def save_pruned(model: nn.Module, source_folder: str | os.PathLike, out_folder: 
 
 
 def check_free(folder: str | os.PathLike) -> Path:
-    """Raises CheckpointError unless the folder is empty or does not exist."""
+    """Raises CheckpointError unless the folder is empty or does not exist, and can be written to."""
     folder = Path(folder)
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise CheckpointError(f"{folder} is there already: choose a new folder, or empty this one")
+    above = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    try:
+        tempfile.TemporaryFile(dir=above).close()
+    except OSError as problem:
+        raise CheckpointError(f"{folder} cannot be made in {above}: {problem.strerror}") from None
     return folder
 
 

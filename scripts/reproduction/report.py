@@ -1,11 +1,12 @@
 """docs/RESULTS.md and its figures, from the JSON files that the steps left."""
 
-import json
 import math
 import statistics
 from pathlib import Path
 
+from minipop.errors import CheckpointError
 from minipop.figures import load_pyplot, save_figure
+from minipop.files import read_json
 
 from . import paper
 
@@ -53,6 +54,13 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"
 
 
+def result_of(file: Path) -> dict:
+    found = read_json(file, CheckpointError).get("result")
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file}: holds no result of a step; remove it")
+    return found
+
+
 # --- the page -------------------------------------------------------------------------------------------------------------------
 
 
@@ -61,7 +69,7 @@ class Report:
 
     def __init__(self, name: str, folder: Path, docs: Path):
         self.name, self.folder, self.docs = name, folder, docs
-        self.found = {file.stem: json.loads(file.read_text())["result"] for file in folder.glob("*.json") if "partial" not in file.name}
+        self.found = {file.stem: result_of(file) for file in folder.glob("*.json") if "partial" not in file.name}
         self.slug = name.replace(".", "-")
 
     def sections(self) -> str:
@@ -256,13 +264,13 @@ def readme_rows(report: Report) -> str:
     return table(["prefill", "speed, 128 tokens", "512", "2,048", "HellaSwag", "retrieval", "NLL"], rows)
 
 
-def write(results: Path, docs: Path, command: str, notes: Path) -> str:
-    """docs from results/*/; notes: a page of prose that goes between the head and the tables, if it exists. Returns the page."""
+def write(results: Path, docs: Path, command: str, notes: Path | None = None) -> str:
+    """The page from results/*/, its figures beside `docs`; notes: prose that goes between the head and the tables."""
     reports = [Report(folder.name, folder, docs) for folder in sorted(results.iterdir()) if folder.is_dir()]
     llama = [[method, *(f"{x:.2f}" for x in values)] for method, values in paper.LLAMA.items()]
     page = [f"# Results: the paper's claims on small models\n\nMade by `{command}` on the CPU; the numbers of the paper (arXiv 2602.03295) stand beside ours. "
             "Every method answers the same items, and differences are paired.\n"]
-    if notes.is_file():
+    if notes is not None:
         page.append(notes.read_text(encoding="utf-8"))
     page.append("## The paper, for comparison\n\nTable 1, Llama-3.1-8B (POP skips 10 of 32 layers, Wanda 30%, SliceGPT and ShortGPT 25%):\n\n"
                 + table(["method", *paper.TASKS, "average of all"], llama)

@@ -8,6 +8,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -85,6 +86,16 @@ class Study:
         self.vision = self.config.vision is not None
         self._loaded: dict = {}
 
+    def claim(self) -> None:
+        """Make the folder of results this checkpoint's. Raises MinipopError if it is another's of the same name."""
+        self.results.mkdir(parents=True, exist_ok=True)
+        mark = self.results / "checkpoint.txt"
+        made_from = f"{sha256((self.folder / 'config.json').read_bytes()).hexdigest()[:16]} " + " ".join(
+            f"{file.name}:{file.stat().st_size}" for file in sorted(self.folder.glob("*.safetensors")))
+        if mark.is_file() and mark.read_text() != made_from:
+            raise MinipopError(f"{self.results} holds results of another checkpoint of that name: choose --results")
+        write_text(mark, made_from)
+
     @property
     def kv_file(self) -> Path:
         return self.results / "kv-third.safetensors"
@@ -138,14 +149,16 @@ def importance(study: Study) -> dict:
     prompts = measuring_prompts(None, tokenizer, study.vision)
     count, tokens = study.sizes.importance, 32
     partial = study.results / "importance.partial.json"
-    records = json.loads(partial.read_text())["records"] if partial.exists() else []
+    settings = [count, study.sizes.validation, study.seed]
+    kept = json.loads(partial.read_text()) if partial.exists() else {}
+    records = kept["records"] if kept.get("settings") == settings else []
     todo = (prompts[i % len(prompts)].inputs(tokenizer, processor) for i in range(len(records), count))
     for inputs, response in rollouts(model, todo, tokens, study.seed, len(records)):
         removal = None
         if len(records) < study.sizes.validation:
             removal = torch.stack([removal_losses(Sample(model, inputs, response), stage=stage) for stage in STAGES]).tolist()
         records.append([gate_gradients(model, inputs, response).double().square().tolist(), removal])
-        write_text(partial, json.dumps({"records": records}))
+        write_text(partial, json.dumps({"settings": settings, "records": records}))
     measured = Importance.of(torch.tensor([squares for squares, _ in records], dtype=torch.float64))
     removal = torch.tensor([row for _, row in records if row is not None], dtype=torch.float64).mean(0)  # [2, L]
     partial.unlink()
