@@ -183,7 +183,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser, default: str = "the deep
     one.add_argument("--full", action="store_true", help="skip nothing: the plain model")
     one.add_argument("--ratio", metavar="R", help=f"skip this share of the layers, the deepest: 0.25 or 1/3 (default: {default})")
     one.add_argument("--skip-layers", metavar="LIST", help="skip these layers, counted from 0: 20-29 or 3,6,9-11")
-    one.add_argument("--plan", metavar="FILE", help="a plan file (JSON)")
+    one.add_argument("--plan", metavar="FILE", help="a plan file, as importance --plan-out and PrefillPlan.save write it")
     group.add_argument("--kv", metavar="FILE", help="calibrated K/V for the skipped layers, a file that minipop.calibrate made")
 
 

@@ -80,7 +80,7 @@ class AnswerStats:
     def __str__(self) -> str:
         reused = self.prompt_tokens - self.new_tokens
         parts = [f"{self.prompt_tokens} prompt tokens" + (f" ({self.new_tokens} new)" if reused else ""),
-                 f"{len(self.plan.skip)} of {self.plan.num_layers} layers skipped"]
+                 f"{len(self.plan.skip)} of {self.plan.num_layers} layers skipped{' (calibrated K/V)' if self.plan.kv else ''}"]
         if self.answer_tokens:
             rate = "" if self.tokens_per_s is None else f" at {self.tokens_per_s:.1f} tokens/s"
             parts += [f"first token {self.first_token_s:.2f} s", f"{self.answer_tokens} answer tokens{rate}"]
