@@ -401,12 +401,12 @@ def draw(rows: list[Row], path: str) -> None:
             if name == "full":
                 continue
             values = [r.speedup(name) for r in mine]
-            left.plot(x, [v[0] for v in values], marker="o", label=f"{name}, batch {batch}", color=line.get_color())
-            left.fill_between(x, [v[1] for v in values], [v[2] for v in values], alpha=0.15, color=line.get_color())
+            spread = [[v[0] - v[1] for v in values], [v[2] - v[0] for v in values]]  # to the lowest and the highest of the turns
+            left.errorbar(x, [v[0] for v in values], spread, marker="o", capsize=3, elinewidth=0.7, label=f"{name}, batch {batch}", color=line.get_color())
             if mine[0].ideal(name) != 1:
                 left.plot(x, [r.ideal(name) for r in mine], linestyle="--", color=line.get_color())
-    left.set(xscale="log", xlabel="prompt tokens", ylabel="time to first token, full / this (dashed: by operations)")
-    right.set(xscale="log", yscale="log", xlabel="prompt tokens", ylabel="microseconds per prompt token")
+    left.set(xscale="log", xlabel="prompt tokens", ylabel="speed-up over full (dashed: by operations)")
+    right.set(xscale="log", xlabel="prompt tokens", ylabel="microseconds per prompt token", ylim=(0, None))
     ticks = sorted({int(r.label) for r in rows if r.label.isdecimal()})
     for axes in (left, right):
         axes.set_xticks(ticks, map(str, ticks))
