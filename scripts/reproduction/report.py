@@ -132,9 +132,10 @@ class Report:
             gap, left = difference(cut["pop"], full), difference(cut["calibrated"], full)
             rows.append([cut["skipped"], f"{statistics.fmean(full):.3f}", f"{statistics.fmean(cut['pop']):.3f} ({gap[0]:+.3f} ± {gap[1]:.3f})",
                          f"{statistics.fmean(cut['calibrated']):.3f} ({left[0]:+.3f} ± {left[1]:.3f})", f"{1 - left[0] / gap[0]:.0%}" if gap[0] > 0 else "-"])
-        return (f"### Calibrated K/V\n\n{table(['layers skipped', 'full', 'POP', 'calibrated', 'share of the gap closed'], rows)}\nLoss of what follows "
-                f"{found['fresh']} prompts of text that was not calibrated on, nats a token, float32; in brackets the paired difference to full. "
-                f"Calibrated with {found['samples']} samples, {found['tokens']:,} prompt tokens.\n")
+        what = (f"the answers to {found['fresh']} held-out questions about pictures" if "pictures" in self.found else
+                f"what follows {found['fresh']} prompts of text from a corpus that was not calibrated on")
+        return (f"### Calibrated K/V\n\n{table(['layers skipped', 'full', 'POP', 'calibrated', 'share of the gap closed'], rows)}\nLoss of {what}, nats a "
+                f"token, float32; in brackets the paired difference to full. Calibrated with {found['samples']} samples, {found['tokens']:,} prompt tokens.\n")
 
     def pictures(self) -> str:
         if "pictures" not in self.found:
@@ -169,7 +170,7 @@ class Report:
             return ""
         found, rows, timed = self.found["sweep"], [], self.found["speed"]["sweep"]
         full, seconds = found["0%"], {"full": timed["0%"]["seconds"], **{name: one["seconds"] for name, one in timed.items()}}
-        for name, one in found.items():
+        for name, one in sorted(found.items(), key=lambda item: (item[1]["skipped"], "calibrated" in item[0])):
             tasks = [task for task in one if task in SHORT]
             cells = [show(task, one[task], None if name == "0%" else full[task]) for task in tasks]
             known = paper.RATIOS.get(round(float(name.rstrip("%")) / 100, 2)) if name.rstrip("%").isdigit() else None
