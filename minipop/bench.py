@@ -32,6 +32,7 @@ from .packing import has_kernels, pack
 from .parallel import join
 from .plan import PrefillPlan
 from .processing import IMAGE_PROCESSORS, GemmaImageProcessor, QwenImageProcessor
+from .projection import KVProjection
 from .runner import Runner
 from .tokenizer import has_tokenizer, load_tokenizer
 
@@ -214,6 +215,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--ragged", action="store_true", help="batches of prompts of different lengths as well")
     p.add_argument("--ratios", default="1/3", help="shares of layers to skip, compared with full (default %(default)s)")
     p.add_argument("--plan", help="a plan file to time as well")
+    p.add_argument("--kv", metavar="FILE", help="calibrated K/V to time as well, from minipop.calibrate")
     p.add_argument("--chunk-size", type=int, default=2048, help="most prompt tokens that go through the layers at once (default %(default)s)")
     p.add_argument("--against", choices=["transformers"], help="time the same work in transformers, in the same turns")
     p.add_argument("--plain-forms", action="store_true", help="time the plain forms of prefill and decode too (Runner's fused=False)")
@@ -275,6 +277,9 @@ def main(argv: list[str] | None = None) -> int:
         plans[f"POP {len(plan.skip)}/{plan.num_layers}"] = plan
     if args.plan:
         plans[f"plan {Path(args.plan).stem:.11}"] = PrefillPlan.load(args.plan)
+    if args.kv:
+        cut, depth = KVProjection.load(args.kv).cut, config.num_layers
+        plans[f"calibrated {depth - cut}/{depth}"] = PrefillPlan(depth, range(cut, depth), kv=args.kv)
     reference = load_reference(args.ckpt, dtype, device) if args.against else None
     rates = measuring.machine_rates(dtype if device.type != "cpu" or has_kernels(dtype) else torch.float32, device)
 

@@ -16,7 +16,8 @@ from minipop.baselines import block_influence, save_pruned, shortgpt, slicegpt, 
 from minipop.baselines.__main__ import main
 from minipop.baselines.shortgpt import remove_layers
 from minipop.baselines.slicegpt import SlicedDecoder, sliced_width
-from minipop.baselines.wanda import matrices, sparsity_of, zero_lowest
+from minipop.baselines.streams import begin
+from minipop.baselines.wanda import input_norms, matrices, sparsity_of, zero_lowest
 from minipop.cache import FunctionalKV, Span
 from minipop.errors import CheckpointError
 from minipop.inputs import Batch, ModelInputs
@@ -27,6 +28,7 @@ from tests.reference import FAMILIES as PAIRS
 from tests.reference import gap, random_inputs, random_pair
 from tests.test_generate import tokenizer_files
 from tests.test_inspect import save_tiny
+from tests.test_parallel import picture_prompt
 from tests.tiny import CONFIGS, close, random_ids, tiny_model
 
 SLICEABLE = ["llama", "mistral", "qwen2", "qwen3"]
@@ -510,6 +512,37 @@ def test_the_files_beside_the_weights_come_along(tmp_path):
     for nowhere in (source / "LICENSE" / "sub", "/proc/x"):
         with pytest.raises(CheckpointError, match="cannot be made in"):
             save_pruned(model, source, nowhere)
+
+
+# --- pictures -----------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_pictures_are_seen_as_the_runner_sees_them(family):
+    """Image rows, their positions and masks, DeepStack: influence and weights' norms from a pass of the runner's."""
+    model, prompt = tiny_model(family), picture_prompt(family)
+    streams = {}
+    Runner(model, max_seq_len=20, fused=False, tap=lambda layer, name, x: streams.setdefault((layer, name), []).append(x) or x).prefill(prompt)
+
+    def seen(layer: int, name: str) -> torch.Tensor:
+        return torch.cat(streams[layer, name], 1)[0].double()
+
+    expected = [1 - torch.nn.functional.cosine_similarity(seen(i - 1, "resid"), seen(i, "resid"), dim=-1).mean() for i in range(6)]
+    close(block_influence(model, [prompt]), torch.stack(expected))
+    pruned = wanda(model, [prompt], 0.5)
+    norms = seen(0, "attn_in").square().sum(0).sqrt()
+    qkv = model.layers[0].attn.qkv.weight
+    close(pruned.layers[0].attn.qkv.weight, zero_lowest(qkv, norms, 0.5))
+    again = input_norms(model.layers[5], before_layer(model, prompt, 5))[model.layers[5].attn.qkv]
+    close(again, seen(5, "attn_in").square().sum(0).sqrt())
+
+
+def before_layer(model, prompt, layer):
+    """The stream of a prompt before a layer, as input_norms takes it."""
+    streams = list(begin(model, [prompt]))
+    for stream in streams:
+        for i in range(layer):
+            stream.x = model.after_layer(i, model.layers[i](stream.x, stream.rope[i], stream.kv), stream.deepstack)
+    return streams
 
 
 # --- the command --------------------------------------------------------------------------------------------------------------

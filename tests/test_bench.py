@@ -17,8 +17,11 @@ from minipop.bench import Row, bench_decode, bench_prefill, image_prompt, main, 
 from minipop.cli import run
 from minipop.errors import MinipopError
 from minipop.measuring import Timing, peak_memory, random_model, ratio, shape_config, take_turns
+from minipop.models import load_model
 from minipop.processing import GemmaImageProcessor, QwenImageProcessor
+from minipop.projection import KVProjection, fingerprint
 
+from .test_inspect import save_tiny
 from .tiny import CONFIGS, random_ids, tiny_config, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -149,6 +152,18 @@ def test_command(shape, tmp_path, capsys, monkeypatch):
         ([3], 1), ([9], 1), ([3, 3], 2), ([1, 3], 2), ([9, 9], 2), ([4, 9], 2)]
     assert all(line in out for line in ("POP 2/6", "one by one", "us/token", "8 ragged", "of reading rate"))
     assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+def test_calibrated_rows(tmp_path, capsys):
+    save_tiny(tmp_path / "tiny", "llama")
+    model = load_model(tmp_path / "tiny")
+    weight = KVProjection.of(model, 3).weight
+    KVProjection(weight, torch.zeros(len(weight)), 3, 6, fingerprint(model, 3)).save(tmp_path / "kv")
+    assert bench("--ckpt", tmp_path / "tiny", "--lengths", "4", "--decode-tokens", "0", "--kv", tmp_path / "kv") == 0
+    assert "calibrated 3/6" in capsys.readouterr().out
+    KVProjection(weight, torch.zeros(len(weight)), 3, 6, "of another").save(tmp_path / "kv")
+    assert bench("--ckpt", tmp_path / "tiny", "--lengths", "4", "--decode-tokens", "0", "--kv", tmp_path / "kv") == 2
+    assert "made for another checkpoint" in capsys.readouterr().err
 
 
 def test_a_plan_file_may_have_any_name(shape, tmp_path, capsys):

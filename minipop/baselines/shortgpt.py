@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from ..errors import MinipopError
 from ..runner import run_layers
-from .streams import Progress, begin, check, check_finite, silent, twin
+from .streams import Progress, Sequences, begin, check, check_finite, silent, twin
 
 
 @torch.no_grad()
-def block_influence(model: nn.Module, sequences: list[list[int]], *, progress: Progress = silent) -> Tensor:
+def block_influence(model: nn.Module, sequences: Sequences, *, progress: Progress = silent) -> Tensor:
     """BI of each layer, float64 [L], between 0 (the stream only grows or shrinks) and 2; every token of every sequence counts once.
 
-    model: plain, not packed. sequences: token ids, of any lengths. Raises PromptError for sequences the model cannot take.
+    model: plain, not packed. sequences: token ids of any lengths, or ModelInputs with pictures. Raises PromptError for sequences the model cannot take.
     """
     check(model, sequences)
     _check_basis(model)
@@ -42,14 +42,14 @@ def block_influence(model: nn.Module, sequences: list[list[int]], *, progress: P
                 before = after
             return tensor
 
-        run_layers(model, stream.x, stream.rope, stream.kv, tap=compare)
+        run_layers(model, stream.x, stream.rope, stream.kv, stream.deepstack, tap=compare)
         tokens += len(before)
     for layer, cosines in enumerate(total):
         check_finite(cosines, layer)
     return 1 - total / tokens
 
 
-def shortgpt(model: nn.Module, sequences: list[list[int]], ratio: float = 0.25, *,
+def shortgpt(model: nn.Module, sequences: Sequences, ratio: float = 0.25, *,
              progress: Progress = silent) -> tuple[nn.Module, tuple[int, ...]]:
     """Remove the floor(ratio * L) layers of lowest influence. -> the shorter model, and the numbers that they had in the given one.
 

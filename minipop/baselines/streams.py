@@ -4,7 +4,7 @@ Shapes: N tokens of a sequence, D hidden, L layers.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from ..inputs import Batch, ModelInputs
 from ..layers import Rope
 from ..packing import PackedLinear
 
+Sequences = Sequence[list[int] | ModelInputs]  # text, or with pictures
 Progress = Callable[[Iterable[int]], Iterable[int]]  # wraps the loop over layers or sequences: tqdm, say
 
 
@@ -25,7 +26,8 @@ def silent(steps: Iterable[int]) -> Iterable[int]:
 
 @dataclass
 class Stream:
-    """One sequence between two layers: its residual stream x [1, N, D], a rotary table for each layer, and what attention sees.
+    """One sequence between two layers: its residual stream x [1, N, D], a rotary table for each layer, what attention sees, and the image
+    rows that Qwen3-VL adds after its first layers.
 
     Sequences go through the layers one at a time, so there is no padding that could count.
     """
@@ -33,31 +35,40 @@ class Stream:
     x: Tensor
     rope: list[Rope]
     kv: FunctionalKV
+    deepstack: tuple[Tensor, ...] = ()
 
 
-def begin(model: nn.Module, sequences: list[list[int]]) -> Iterator[Stream]:
+def begin(model: nn.Module, sequences: Sequences) -> Iterator[Stream]:
     """The stream of each sequence before the first layer. Check the sequences first (`check`)."""
-    ropes: dict[int, list[Rope]] = {}  # sequences of the same length share their tables
-    for ids in sequences:
-        batch = Batch.of([ModelInputs(ids)], model)
+    ropes: dict[int, list[Rope]] = {}  # texts of the same length share their tables
+    for inputs in map(as_one, sequences):
+        batch, count = Batch.of([inputs], model), len(inputs)
         start = torch.zeros(1, dtype=torch.long)
-        if len(ids) not in ropes:
-            ropes[len(ids)] = model.rope(model.positions(batch, start)[0])
-        x = model.embed(batch).x
-        yield Stream(x, ropes[len(ids)], FunctionalKV(Span(start, batch.counts, len(ids)), x.device))
+        rope = ropes.get(count) if inputs.pixel_values is None else None
+        if rope is None:
+            rope = model.rope(model.positions(batch, start)[0])
+            if inputs.pixel_values is None:
+                ropes[count] = rope
+        embedded = model.embed(batch)
+        span = Span(start, batch.counts, count, model.image_blocks(batch.token_ids))
+        yield Stream(embedded.x, rope, FunctionalKV(span, embedded.x.device), embedded.deepstack)
 
 
-def check(model: nn.Module, sequences: list[list[int]]) -> None:
+def as_one(sequence: list[int] | ModelInputs) -> ModelInputs:
+    return sequence if isinstance(sequence, ModelInputs) else ModelInputs(sequence)
+
+
+def check(model: nn.Module, sequences: Sequences) -> None:
     """Raises MinipopError for a packed model; PromptError when there are no sequences, or one that the model cannot take."""
     if any(isinstance(module, PackedLinear) for module in model.modules()):
         raise MinipopError("packed weights cannot be pruned: load the model without packing.pack, and pack what comes out")
     if not sequences:
         raise PromptError("no calibration sequences: pruning needs some text to look at")
     longest = model.config.max_position_embeddings
-    for number, ids in enumerate(sequences):
-        if not 0 < len(ids) <= longest:
-            raise PromptError(f"calibration sequence {number} has {len(ids)} tokens; the model takes 1 to {longest}")
-        Batch.of([ModelInputs(ids)], model)  # whole numbers, inside the vocabulary, no image placeholders
+    for number, sequence in enumerate(sequences):
+        if not 0 < len(sequence) <= longest:
+            raise PromptError(f"calibration sequence {number} has {len(sequence)} tokens; the model takes 1 to {longest}")
+        Batch.of([as_one(sequence)], model)  # whole numbers, inside the vocabulary, image placeholders only with their images
 
 
 def check_finite(measured: Tensor, layer: int) -> None:

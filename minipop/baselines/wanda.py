@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MinipopError
-from .streams import Progress, Stream, begin, check, check_finite, silent, twin
+from .streams import Progress, Sequences, Stream, begin, check, check_finite, silent, twin
 
 
 @torch.no_grad()
-def wanda(model: nn.Module, sequences: list[list[int]], sparsity: float = 0.3, *, progress: Progress = silent) -> nn.Module:
+def wanda(model: nn.Module, sequences: Sequences, sparsity: float = 0.3, *, progress: Progress = silent) -> nn.Module:
     """A model in which floor(sparsity * inputs) weights of every row of the decoder layers' matrices are zero.
 
     Embedding, head, norms, biases and a vision tower stay; they are shared with the given model, which is not changed.
-    model: plain, not packed. sequences: token ids, of any lengths. Memory: one stream [N, D] a sequence.
+    model: plain, not packed. sequences: token ids of any lengths, or ModelInputs with pictures. Memory: one stream [N, D] a sequence.
     Raises MinipopError for a sparsity below 0 or not below 1, PromptError for sequences the model cannot take.
     """
     if not 0 <= sparsity < 1:
@@ -37,7 +37,7 @@ def wanda(model: nn.Module, sequences: list[list[int]], sparsity: float = 0.3, *
             check_finite(norms, i)
             matrix.weight = nn.Parameter(zero_lowest(matrix.weight, norms, sparsity), requires_grad=False)
         for stream in streams:
-            stream.x = layer(stream.x, stream.rope[i], stream.kv)
+            stream.x = pruned.after_layer(i, layer(stream.x, stream.rope[i], stream.kv), stream.deepstack)
     return pruned
 
 

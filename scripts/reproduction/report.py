@@ -199,6 +199,7 @@ class Report:
         right.legend()
         for axes in (left, right):
             axes.grid(alpha=0.3)
+            axes.locator_params("x", integer=True)
         figure.tight_layout()
         save_figure(figure, self.docs.parent / f"{self.slug}-ratio.png")
 
@@ -224,6 +225,7 @@ class Report:
             axes.errorbar(layers, [found[stage][i] for i in layers], [found[f"{stage}_stderr"][i] for i in layers], marker="o", markersize=3,
                           capsize=2, label=stage)
         axes.set(xlabel="layer", ylabel="importance (Fisher information of the gate)", yscale="log")
+        axes.locator_params("x", integer=True)
         axes.grid(alpha=0.3)
         axes.legend()
         figure.tight_layout()
@@ -245,10 +247,13 @@ class Report:
         if "baselines" not in self.found:
             return ""
         found = self.found["baselines"]
-        return (f"### The baselines here\n\nCalibrated with {found['sequences']} sequences of 512 tokens: Wanda zeroes 30% of each row, SliceGPT deletes 25% of the "
-                f"stream's columns, ShortGPT removes layers {', '.join(map(str, found['removed']))} (25%)."
-                + ("" if "SliceGPT" in found["methods"] else " SliceGPT cannot be applied to Gemma: the norm after each block stands between the block and the "
-                   "stream, so the stream cannot be rotated without changing the result.") + "\n")
+        material = "questions about pictures with their answers" if "pictures" in self.found else "sequences of 512 tokens"
+        why = ("here: image rows enter the stream at several layers in the original basis." if "pictures" in self.found else "to Gemma: the norm after each block "
+               "stands between the block and the stream, so the stream cannot be rotated without changing the result.")
+        return (f"### The baselines here\n\nCalibrated with {found['sequences']} {material}: Wanda zeroes 30% of each row, "
+                + ("SliceGPT deletes 25% of the stream's columns, " if "SliceGPT" in found["methods"] else "")
+                + f"ShortGPT removes layers {', '.join(map(str, found['removed']))} (25%)."
+                + ("" if "SliceGPT" in found["methods"] else f" SliceGPT cannot be applied {why}") + "\n")
 
 
 def readme_rows(report: Report) -> str:

@@ -62,7 +62,7 @@ class Sizes:
 USES = {"importance": ("importance", "validation"), "calibration": ("calibration", "fresh"), "baselines": ("baseline",),
         "quality": ("choice_items", "reading_items"), "generation": ("generation_items",), "ablation": ("ablation_items",),
         "sweep": ("ablation_items",), "drift": ("drift",), "speed": ("repeats", "timing_dtype"),
-        "pictures": ("questions",)}  # which sizes a step depends on, by the first word of its name
+        "pictures": ("questions", "calibration", "baseline")}  # which sizes a step depends on, by the first word of its name
 
 
 QUICK = Sizes(choice_items=8, reading_items=4, ablation_items=2, generation_items=1, importance=4, validation=2, calibration=10, fresh=3,
@@ -192,10 +192,14 @@ def calibration(study: Study) -> dict:
 def baselines(study: Study) -> dict:
     """Wanda 30%, SliceGPT 25%, ShortGPT 25%, calibrated with the same text, saved as checkpoints."""
     model = study.model()
-    sequences = text_sequences(study.tokenizer(), study.texts("calibration"), study.sizes.baseline, 512, study.seed)
+    if study.vision:
+        sequences = [ModelInputs(torch.tensor([*prompt.token_ids.tolist(), *answer]), prompt.pixel_values, prompt.image_grid_thw)
+                     for prompt, answer in tiny_vl_samples(study)]
+    else:
+        sequences = text_sequences(study.tokenizer(), study.texts("calibration"), study.sizes.baseline, 512, study.seed)
     short, removed = shortgpt(model, sequences, 0.25)
     made = {"ShortGPT": short, "Wanda": wanda(model, sequences, 0.3)}
-    if not study.config.family.startswith("gemma"):
+    if not study.vision and not study.config.family.startswith("gemma"):
         made["SliceGPT"] = slicegpt(model, sequences, 0.25)
     for name, pruned in made.items():
         folder = study.results / name.lower()
@@ -259,20 +263,26 @@ def pictures(study: Study) -> dict:
     """Tables 1, 3 and 4 for the tiny VLM: its held-out questions under full prefill, POP, calibrated POP, the ablations and the ratios."""
     from eval_tiny_vl import answers, questions
 
-    model, processor, asked = study.model(), load_processor(study.folder), questions(study.sizes.questions)
-    found, seen = {}, {}
+    processor, asked = load_processor(study.folder), questions(study.sizes.questions)
+
+    def ask(folder: Path, plan: PrefillPlan) -> dict:
+        right = [said == answer for (_, _, _, answer), said in zip(asked, answers(study.model(folder), processor, plan, asked))]
+        return {"skipped": len(plan.skip), "right": {kind: [float(ok) for ok, item in zip(right, asked) if item[0] == kind]
+                                                     for kind in dict.fromkeys(item[0] for item in asked)}}
+
+    found, seen = {}, set()
     for name, plan in {**ablations(study.depth), **sweep_plans(study)}.items():
         if plan not in seen:  # several ratios of few layers are the same plan
-            right = [said == answer for (_, _, _, answer), said in zip(asked, answers(model, processor, plan, asked))]
-            seen[plan] = {kind: [float(ok) for ok, item in zip(right, asked) if item[0] == kind] for kind in dict.fromkeys(item[0] for item in asked)}
-            found[name] = {"skipped": len(plan.skip), "right": seen[plan]}
-    return found
+            seen.add(plan)
+            found[name] = ask(study.folder, plan)
+    return found | {name: ask(*study.method(name)) for name in ("Wanda", "ShortGPT")}
 
 
 def steps(study: Study) -> Iterator[tuple[str, Callable[[], dict]]]:
     """Name and work of each step, in the order in which they need each other. `--only` takes them one by one: the timings on a quiet machine."""
     yield "calibration", lambda: calibration(study)
     if study.vision:
+        yield "baselines", lambda: baselines(study)
         yield "importance", lambda: importance(study)
         yield "pictures", lambda: pictures(study)
         yield "speed", lambda: speed(study)
