@@ -26,6 +26,7 @@ Shapes: N tokens, L layers (L' of one message), K kv heads, n rows of one messag
 import argparse
 import json
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -294,7 +295,7 @@ def _parser() -> argparse.ArgumentParser:
 def _disagg(args: argparse.Namespace) -> int:
     if not 0 < args.timeout <= 86400:
         raise MinipopError(f"--timeout must be above 0 and at most 86400 seconds, not {args.timeout:g}")
-    if bool(args.prompt) == bool(args.input):
+    if bool(args.prompt) == bool(args.input) and os.environ.get("RANK", "0") == "0":  # only the decode rank reads them
         raise PromptError("give either --prompt or --input")
     if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) < 2:
         raise MinipopError("prefill and decode are two processes or more: start them with python -m torch.distributed.run "
@@ -307,14 +308,29 @@ def _disagg(args: argparse.Namespace) -> int:
     if args.output != "-" and os.path.lexists(args.output) and not rank:
         raise PromptError(f"{args.output} is there already: choose another --output")
     args.device = local_device(args.device)
-    try:
-        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=START)))
-    except (RuntimeError, ValueError) as problem:
-        raise MinipopError(f"rank {rank} cannot reach the others: {network_reason(problem)}") from None
-    links = [Link(store, number, rank, args.timeout) for number in (range(1, size) if rank == 0 else [rank])]
-    for link in links:
-        link.connect(START)
+    with signals_that_end():
+        try:
+            store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=START)))
+        except (RuntimeError, ValueError) as problem:
+            raise MinipopError(f"rank {rank} cannot reach the others: {network_reason(problem)}") from None
+        links = [Link(store, number, rank, args.timeout) for number in (range(1, size) if rank == 0 else [rank])]
+        for link in links:
+            link.connect(START)
     return _decode(args, folder, plan, prompts, links) if rank == 0 else _prefill(args, folder, plan, links[0])
+
+
+@contextmanager
+def signals_that_end() -> Iterator[None]:
+    """While ranks wait for each other, inside PyTorch, Python's handlers do not run: SIGTERM and Ctrl-C end the process by themselves."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _prefill(args: argparse.Namespace, folder: Path, plan: PrefillPlan, link: Link) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -299,3 +300,16 @@ def test_started_as_a_user_starts_it(folders):
     stopped = ids[-1] in model.config.eos_token_ids
     assert done.stdout == tokenizer.decode(ids[:-1] if stopped else ids) + "\n"
     assert "prefill rank 1 holds " in done.stderr and "hidden behind" in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="signals")
+def test_a_rank_that_waits_for_the_others_can_be_ended(folders):
+    """A prefill rank needs no prompts; while nobody answers, SIGTERM ends it."""
+    environment = {**os.environ, "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-c", "import minipop.disagg as d, sys\nrendezvous = d.dist.rendezvous\n"
+                                "d.dist.rendezvous = lambda *a, **k: (print('waiting', flush=True), rendezvous(*a, **k))[1]\nsys.exit(d.main(sys.argv[1:]))",
+                                "--ckpt", str(folders["qwen2"])], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout.readline() == "waiting\n", process.communicate()
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGTERM

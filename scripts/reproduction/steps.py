@@ -55,18 +55,19 @@ class Sizes:
     baseline: int = 32  # sequences of 512 tokens
     drift: int = 8  # prompts of 256 tokens
     repeats: int = 5  # turns of each timing
+    longest: int = 2048  # tokens of the prompts that are timed
     questions: int = 300  # of the tiny VLM's held-out ones
     timing_dtype: str = "float32"  # bfloat16 where the processor has instructions for it
 
 
 USES = {"importance": ("importance", "validation"), "calibration": ("calibration", "fresh"), "baselines": ("baseline",),
         "quality": ("choice_items", "reading_items"), "generation": ("generation_items",), "ablation": ("ablation_items",),
-        "sweep": ("ablation_items",), "drift": ("drift",), "speed": ("repeats", "timing_dtype"),
+        "sweep": ("ablation_items",), "drift": ("drift",), "speed": ("repeats", "longest", "timing_dtype"),
         "pictures": ("questions", "calibration", "baseline")}  # which sizes a step depends on, by the first word of its name
 
 
-QUICK = Sizes(choice_items=8, reading_items=4, ablation_items=2, generation_items=1, importance=4, validation=2, calibration=10, fresh=3,
-              baseline=4, drift=2, repeats=1, questions=24)
+QUICK = Sizes(choice_items=4, reading_items=3, ablation_items=1, generation_items=1, importance=2, validation=1, calibration=4, fresh=2,
+              baseline=2, drift=1, repeats=1, longest=512, questions=12)
 
 
 @dataclass
@@ -250,8 +251,8 @@ def speed(study: Study) -> dict:
         pixels = load_processor(study.folder).image_processor
         prompts = [image_prompt(plain, pixels, size, 1) for size in PICTURES]
     else:
-        prompts = [text_prompt(plain, n, 1) for n in LENGTHS if n <= study.config.max_position_embeddings]
-    swept, plans = prompts[-1] if study.vision else text_prompt(plain, SWEEP_TOKENS, 1), sweep_plans(study)
+        prompts = [text_prompt(plain, n, 1) for n in LENGTHS if n <= min(study.sizes.longest, study.config.max_position_embeddings)]
+    swept, plans = prompts[-1] if study.vision else text_prompt(plain, min(SWEEP_TOKENS, study.sizes.longest), 1), sweep_plans(study)
     times = prefill_times({name: (plain, plan) for name, plan in plans.items()}, swept, study.sizes.repeats)
     return {"dtype": dtype, "threads": torch.get_num_threads(), "torch": torch.__version__, "processor": processor_name(torch.device("cpu")),
             "prompts": {prompt.label: {"seconds": prefill_times(loaded, prompt, study.sizes.repeats), "ideal": ideal(study, prompt, study.pop)}
