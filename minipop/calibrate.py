@@ -84,21 +84,9 @@ class Observed:
     stream where the response is predicted. pruned: T; 0 for a prompt that is all boundary.
     """
 
-    def __init__(self, model: nn.Module, cut: int, sample: Sample):
+    def __init__(self, model: nn.Module, cut: int, sample: Sample, seen: dict[tuple[int, str], Tensor], last: Tensor):
         self.model, self.cut, self.response = model, cut, sample.response
         self.pruned, self.rope = sample.prefill_length, sample.rope
-        seen: dict[tuple[int, str], Tensor] = {}
-
-        def keep(layer: int, name: str, tensor: Tensor) -> Tensor:
-            if layer >= cut and name in ("k_proj", "v"):
-                seen[layer, name] = tensor[:, :, : self.pruned]
-            elif layer == cut - 1 and name == "resid":
-                seen[layer, name] = tensor
-            return tensor
-
-        with torch.no_grad():
-            kv = FunctionalKV(sample.span, sample.x.device)
-            last = run_layers(model, sample.x, sample.rope, kv, sample.deepstack, tap=keep)
         self.x = seen[cut - 1, "resid"] if cut else sample.x
         self.n = model.layers[cut].input_norm.normalise(self.x[0, : self.pruned])
         above = range(cut, model.config.num_layers)
@@ -109,6 +97,22 @@ class Observed:
         rest = sample.x.shape[1] - self.pruned
         blocks = None if sample.span.blocks is None else sample.span.blocks[:, self.pruned :]
         self.span = Span(torch.tensor([self.pruned]), torch.tensor([rest]), rest, blocks if blocks is not None and (blocks >= 0).any() else None)
+
+    @classmethod
+    @torch.no_grad()
+    def at(cls, model: nn.Module, cuts: Sequence[int], sample: Sample) -> list["Observed"]:
+        """The sample at several cuts: one pass serves them all."""
+        seen: dict[tuple[int, str], Tensor] = {}
+
+        def keep(layer: int, name: str, tensor: Tensor) -> Tensor:
+            if layer >= min(cuts) and name in ("k_proj", "v"):
+                seen[layer, name] = tensor[:, :, : sample.prefill_length]
+            elif layer + 1 in cuts and name == "resid":
+                seen[layer, name] = tensor
+            return tensor
+
+        last = run_layers(model, sample.x, sample.rope, FunctionalKV(sample.span, sample.x.device), sample.deepstack, tap=keep)
+        return [cls(model, cut, sample, seen, last) for cut in cuts]
 
     def log_predictions(self, rows: Tensor) -> Tensor:
         """Log-probabilities of what follows [R, vocab] when the prompt's rows are these [T, L', 2, K * E]; gradients flow to them."""
@@ -263,65 +267,87 @@ def calibrate(model: nn.Module, samples: Samples, cut: int, steps: int = 3, held
     help. Memory: 2 * L' Gram matrices of (D + 1)^2 float64 numbers three times, and of each sample the stream and L' layers' K/V.
     Raises PlanError for a cut that leaves nothing to skip or lies below Qwen3-VL's DeepStack layers, PromptError for too few samples.
     """
+    return calibrate_cuts(model, samples, [cut], steps, held_out, progress)[0]
+
+
+def calibrate_cuts(model: nn.Module, samples: Samples, cuts: Sequence[int], steps: int = 3, held_out: float = 0.1,
+                   progress: Callable[[Iterable], Iterable] = iter) -> list[Calibration]:
+    """`calibrate` at several cuts: the samples go through the full model once for all of them. Memory is that of all together."""
     check_plain(model)
     depth = model.config.num_layers
-    if not model.deepstack_layers <= cut < depth:
-        raise PlanError(f"cannot calibrate a cut at layer {cut}: it must lie in {model.deepstack_layers} to {depth - 1}")
+    for cut in cuts:
+        if not model.deepstack_layers <= cut < depth:
+            raise PlanError(f"cannot calibrate a cut at layer {cut}: it must lie in {model.deepstack_layers} to {depth - 1}")
     if model.config.sliced_width is not None:
         raise PlanError("cannot calibrate a model that SliceGPT made: it cannot skip layers")
     if not 0 < held_out < 1:
         raise PromptError(f"held_out must lie between 0 and 1, not {held_out}")
     if len(samples) < 2:
         raise PromptError("calibration needs at least two samples, one of them to choose the penalty: give more text or prompts")
-    own = KVProjection.of(model, cut, torch.float32)
-    weight = own.weight.double().view(depth - cut, 2, -1, own.weight.shape[1])  # [L', 2, K * E, D]
-    bias = torch.zeros_like(weight[..., 0]) if own.bias is None else own.bias.double().view(weight.shape[:3])
-    fit, check = Statistics(weight, bias), Statistics(weight, bias)
+    fits = [_Fit(model, cut) for cut in cuts]
     kept = held_out_count(len(samples), held_out)
-    fitted: list[Observed] = []
-    checked: list[Observed] = []
     for number, (prompt, response) in enumerate(progress(samples)):
-        observed = Observed(model, cut, Sample(model, prompt, response))
-        if observed.pruned:
-            statistics, group = (fit, fitted) if number < len(samples) - kept else (check, checked)
-            statistics.add(observed.n, observed.targets, observed.loss_gradient())
-            observed.targets = None  # large, and not needed any more
-            group.append(observed)
-    if not fitted or not checked:
-        raise PromptError("the samples' prompts are too short: nothing of them is pruned")
-    if not fit.gram.isfinite().all() or not fit.moments.isfinite().all() or not check.power.isfinite().all():
-        raise MinipopError("the streams or their gradients are not finite: calibrate in float32; if that is so already, check the weights")
+        for fit, observed in zip(fits, Observed.at(model, cuts, Sample(model, prompt, response))):
+            if observed.pruned:
+                fit.add(observed, held_out=number >= len(samples) - kept)
+    return [fit.solve(steps, progress) for fit in fits]
 
-    map_ = torch.cat((weight.transpose(2, 3), bias[:, :, None]), 2)  # [L', 2, D + 1, K * E]
-    divergences, fitted_map = [mean_divergence(checked, map_)], map_.clone()
-    error, penalty = torch.zeros_like(fit.power), torch.zeros_like(fit.power)
-    for layer in range(1, depth - cut):  # not the first: its own input is the stream at the cut, so POP is exact there
-        for part in range(2):
-            corrections = fit.solve(layer, part, PENALTIES)
-            errors = [check.error(layer, part, correction) for correction in corrections]
-            best = min(range(len(errors)), key=errors.__getitem__)
-            error[layer, part], penalty[layer, part] = errors[best], PENALTIES[best]
-            fitted_map[layer, part] += corrections[best]
-    if (found := mean_divergence(checked, fitted_map)) < divergences[0]:
-        map_, steps_left = fitted_map, steps
-        divergences.append(found)
-    else:
-        steps_left = 0  # so little text that not even this much can be learnt from it
 
-    natural = NaturalGradient(fit) if steps_left else None
-    length = None
-    for _ in range(steps_left):
-        direction = natural.direction(progress(fitted), map_)
-        if length is None:  # a first guess: a thousandth of the map
-            length = float(map_.norm() / direction.norm()) * 1e-3
-        length, found = line_search(lambda size: mean_divergence(checked, map_ - size * direction), length)
-        if found >= divergences[-1]:
-            break
-        map_ = map_ - length * direction
-        divergences.append(found)
-    projection = KVProjection(map_[:, :, :-1].transpose(2, 3).flatten(0, 2).float(), map_[:, :, -1].flatten().float(), cut, depth,
-                              fingerprint(model, cut))
-    return Calibration(projection, error, penalty, divergences)
+class _Fit:
+    """The calibration of one cut: sums of the samples it is fitted to and of those that choose, then the two steps."""
+
+    def __init__(self, model: nn.Module, cut: int):
+        self.model, self.cut = model, cut
+        own = KVProjection.of(model, cut, torch.float32)
+        self.weight = own.weight.double().view(model.config.num_layers - cut, 2, -1, own.weight.shape[1])  # [L', 2, K * E, D]
+        self.bias = torch.zeros_like(self.weight[..., 0]) if own.bias is None else own.bias.double().view(self.weight.shape[:3])
+        self.fit, self.check = Statistics(self.weight, self.bias), Statistics(self.weight, self.bias)
+        self.fitted: list[Observed] = []
+        self.checked: list[Observed] = []
+
+    def add(self, observed: Observed, held_out: bool) -> None:
+        statistics, group = (self.check, self.checked) if held_out else (self.fit, self.fitted)
+        statistics.add(observed.n, observed.targets, observed.loss_gradient())
+        observed.targets = None  # large, and not needed any more
+        group.append(observed)
+
+    def solve(self, steps: int, progress: Callable[[Iterable], Iterable]) -> Calibration:
+        fit, check, checked = self.fit, self.check, self.checked
+        if not self.fitted or not checked:
+            raise PromptError("the samples' prompts are too short: nothing of them is pruned")
+        if not fit.gram.isfinite().all() or not fit.moments.isfinite().all() or not check.power.isfinite().all():
+            raise MinipopError("the streams or their gradients are not finite: calibrate in float32; if that is so already, check the weights")
+
+        map_ = torch.cat((self.weight.transpose(2, 3), self.bias[:, :, None]), 2)  # [L', 2, D + 1, K * E]
+        divergences, fitted_map = [mean_divergence(checked, map_)], map_.clone()
+        error, penalty = torch.zeros_like(fit.power), torch.zeros_like(fit.power)
+        for layer in range(1, len(map_)):  # not the first: its own input is the stream at the cut, so POP is exact there
+            for part in range(2):
+                corrections = fit.solve(layer, part, PENALTIES)
+                errors = [check.error(layer, part, correction) for correction in corrections]
+                best = min(range(len(errors)), key=errors.__getitem__)
+                error[layer, part], penalty[layer, part] = errors[best], PENALTIES[best]
+                fitted_map[layer, part] += corrections[best]
+        if (found := mean_divergence(checked, fitted_map)) < divergences[0]:
+            map_, steps_left = fitted_map, steps
+            divergences.append(found)
+        else:
+            steps_left = 0  # so little text that not even this much can be learnt from it
+
+        natural = NaturalGradient(fit) if steps_left else None
+        length = None
+        for _ in range(steps_left):
+            direction = natural.direction(progress(self.fitted), map_)
+            if length is None:  # a first guess: a thousandth of the map
+                length = float(map_.norm() / direction.norm()) * 1e-3
+            length, found = line_search(lambda size: mean_divergence(checked, map_ - size * direction), length)
+            if found >= divergences[-1]:
+                break
+            map_ = map_ - length * direction
+            divergences.append(found)
+        projection = KVProjection(map_[:, :, :-1].transpose(2, 3).flatten(0, 2).float(), map_[:, :, -1].flatten().float(), self.cut,
+                                  self.model.config.num_layers, fingerprint(self.model, self.cut))
+        return Calibration(projection, error, penalty, divergences)
 
 
 def line_search(value: Callable[[float], float], start: float) -> tuple[float, float]:

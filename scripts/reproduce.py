@@ -15,18 +15,22 @@ file. `--report --results docs/results --notes docs/results/notes.md --docs docs
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 import time
+from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from reproduction import report  # noqa: E402
-from reproduction.steps import QUICK, USES, Sizes, Study, steps  # noqa: E402
+from reproduction.steps import QUICK, USES, Sizes, Step, Study, steps  # noqa: E402
 
 from minipop import MinipopError  # noqa: E402
-from minipop.cli import Parser, run  # noqa: E402
+from minipop.cli import Parser, positive, run  # noqa: E402
 from minipop.errors import CheckpointError  # noqa: E402
 from minipop.figures import load_pyplot  # noqa: E402
 from minipop.files import read_json, write_text  # noqa: E402
@@ -47,11 +51,13 @@ def reproduce() -> int:
     parser.add_argument("--notes", type=Path, metavar="FILE", help="text that goes above the tables")
     parser.add_argument("--data", type=Path, default=ROOT / "eval_data", metavar="FOLDER", help="what fetch_eval_data.py made (default: eval_data)")
     parser.add_argument("--only", metavar="WORDS", help="only steps whose names contain one of these words, separated by commas")
+    parser.add_argument("--jobs", type=positive, default=2, metavar="N", help="steps side by side, each with its share of the cores; timings run alone (default: 2)")
+    parser.add_argument("--step", help=argparse.SUPPRESS)  # one step by its whole name: how --jobs starts them
     parser.add_argument("--allow-code-execution", action="store_true", help="run the code that models write for HumanEval")
     parser.add_argument("--report", action="store_true", help="measure nothing: write the page from what there is")
     args = parser.parse_args()
     args.results = args.results or ROOT / ("results-quick" if args.quick else "results")
-    whole = not (args.quick or args.only or args.report)
+    whole = not (args.step or args.quick or args.only or args.report)
     args.docs = args.docs or (ROOT / "docs" / "RESULTS.md" if whole else args.results / "RESULTS.md")
     load_pyplot()  # now rather than at the end
     try:
@@ -59,6 +65,8 @@ def reproduce() -> int:
             measure_all(args)
         if not args.results.is_dir():
             raise MinipopError(f"{args.results}: there are no results yet; run this without --report, or with --results docs/results")
+        if args.step:
+            return 0
         page = report.write(args.results, args.docs, "python scripts/reproduce.py" + " --quick" * args.quick, args.notes)
     except KeyboardInterrupt:
         print("\ninterrupted: the same command goes on from here", file=sys.stderr)
@@ -73,28 +81,102 @@ def measure_all(args: argparse.Namespace) -> None:
     if not (args.data / "calibration").is_dir():
         raise MinipopError(f"{args.data} lacks the texts and tasks: run scripts/fetch_eval_data.py")
     sizes = QUICK if args.quick else Sizes()
-    words, matched = args.only.split(",") if args.only else [""], False
+    words = args.only.split(",") if args.only else [""]
+    jobs: list[Job] = []
     for folder in folders:
         study = Study(folder, args.results / folder.resolve().name, args.data, sizes)
         study.claim()
-        for name, work in steps(study):
-            if not any(word in name for word in words):
-                continue
-            matched = True
-            if name.startswith("generation") and not args.allow_code_execution:
-                continue
-            file = study.results / f"{name}.json"
-            settings = {"seed": study.seed, **{field: getattr(sizes, field) for field in USES[name.split()[0]]}}
-            if file.is_file() and read_json(file, CheckpointError).get("settings") == settings:
-                continue
-            print(f"{folder.name}: {name} ... ", end="", flush=True, file=sys.stderr)
-            begin = time.perf_counter()
-            result = work()
-            seconds = time.perf_counter() - begin
-            write_text(file, json.dumps({"settings": settings, "seconds": seconds, "result": result}))
-            print(f"{seconds:.0f} s", file=sys.stderr)
-    if not matched:
-        raise MinipopError(f"--only {args.only}: no step has such a name; there are {', '.join(name for name, _ in steps(study))}")
+        chosen = [Job(study, step) for step in steps(study)]
+        jobs += [job for job in chosen if (job.step.name == args.step if args.step else any(word in job.step.name for word in words))]
+    if not jobs:
+        raise MinipopError(f"--only {args.only}: no step has such a name; there are {', '.join(job.step.name for job in chosen)}")
+    todo = [job for job in jobs if not job.done and (args.allow_code_execution or not job.step.name.startswith("generation"))]
+    begin = time.perf_counter()
+    if args.jobs == 1 or len(todo) < 2:
+        for job in sorted(todo, key=lambda job: job.step.alone):
+            job.run()
+    else:
+        options = ["--results", args.results, "--data", args.data, *["--quick"] * args.quick, *["--allow-code-execution"] * args.allow_code_execution]
+        run_side_by_side(todo, args.jobs, options)
+    if todo and not args.step:
+        print(f"{len(todo)} steps in {(time.perf_counter() - begin) / 60:.1f} minutes", file=sys.stderr)
+
+
+@dataclass
+class Job:
+    """A step of one checkpoint."""
+
+    study: Study
+    step: Step
+
+    @property
+    def file(self) -> Path:
+        return self.study.results / f"{self.step.name}.json"
+
+    @property
+    def settings(self) -> dict:
+        return {"seed": self.study.seed, **{field: getattr(self.study.sizes, field) for field in USES[self.step.name.split()[0]]}}
+
+    @property
+    def done(self) -> bool:
+        return self.file.is_file() and read_json(self.file, CheckpointError).get("settings") == self.settings
+
+    def run(self) -> None:
+        begin = time.perf_counter()
+        result = self.step.work()
+        seconds = time.perf_counter() - begin
+        write_text(self.file, json.dumps({"settings": self.settings, "seconds": seconds, "result": result}))
+        print(f"{self.study.folder.name}: {self.step.name}, {seconds:.0f} s", flush=True, file=sys.stderr)
+
+
+def run_side_by_side(todo: list[Job], lanes: int, options: list) -> None:
+    """Each step in a process of its own, `lanes` of them at a time with an equal share of the cores; what is timed comes last, alone.
+
+    Two processes of one thread each get more done than one of two: most operations of a small model are too short to share. A process that
+    fails says why itself; then nothing new is started, and what runs is waited for.
+    """
+    cores = os.cpu_count() or 1
+
+    def start(job: Job) -> subprocess.Popen:
+        threads = cores if job.step.alone else max(1, cores // lanes)
+        command = [sys.executable, __file__, "--ckpt", job.study.folder, "--step", job.step.name, *options]
+        return subprocess.Popen(list(map(str, command)), env=os.environ | {"OMP_NUM_THREADS": str(threads)})
+
+    # Round the checkpoints, so that the long steps at the beginning of each start first.
+    waiting = [job for group in zip_longest(*by_checkpoint(todo)) for job in group if job is not None]
+    running: dict[subprocess.Popen, Job] = {}
+    failed: list[Job] = []
+    try:
+        while waiting or running:
+            unfinished = {(job.study.folder, job.step.name) for job in [*waiting, *running.values()]}
+            for job in list(waiting):
+                ready = not any((job.study.folder, name) in unfinished for name in job.step.needs)
+                if job.step.alone:
+                    ready = ready and not running and all(other.step.alone for other in waiting)
+                if ready and len(running) < lanes and not any(other.step.alone for other in running.values()):
+                    waiting.remove(job)
+                    running[start(job)] = job
+            for process in [process for process in running if process.poll() is not None]:
+                job = running.pop(process)
+                if process.returncode:
+                    failed.append(job)
+                    waiting.clear()
+            time.sleep(0.1)
+    finally:
+        for process in running:
+            process.terminate()
+        for process in running:
+            process.wait()
+    if failed:
+        names = ", ".join(f"{job.study.folder.name}: {job.step.name}" for job in failed)
+        raise MinipopError(f"{names} failed; the same command goes on from there")
+
+
+def by_checkpoint(jobs: list[Job]) -> list[list[Job]]:
+    groups: dict[Path, list[Job]] = {}
+    for job in jobs:
+        groups.setdefault(job.study.folder, []).append(job)
+    return list(groups.values())
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def samples(count, seed=0, prompt=20, response=8):
 
 
 def observed(model, prompt, response):
-    return Observed(model, CUT, Sample(model, prompt, response))
+    return Observed.at(model, [CUT], Sample(model, prompt, response))[0]
 
 
 def own_map(model):

@@ -6,7 +6,7 @@ A step belongs to one checkpoint and to the settings it was made with: other set
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -17,13 +17,13 @@ from minipop import MinipopError, ModelInputs, PrefillPlan, Runner, load_model, 
 from minipop import costs
 from minipop.baselines import save_pruned, shortgpt, slicegpt, wanda
 from minipop.bench import Prompt, image_prompt, processor_name, take_turns, text_prompt
-from minipop.calibrate import calibrate, continuation_loss
+from minipop.calibrate import calibrate_cuts, continuation_loss
 from minipop.config import read_config
 from minipop.drift import measure_drift
 from minipop.evaluate import evaluate
 from minipop.files import write_text
 from minipop.importance import STAGES, Importance, Sample, gate_gradients, rank_correlation, removal_losses, rollouts
-from minipop.packing import pack
+from minipop.packing import has_kernels, pack
 from minipop.plan import ablations, ratio_sweep
 from minipop.prompts import measuring_prompts
 from minipop.texts import read_text, text_sequences
@@ -50,7 +50,7 @@ class Sizes:
     generation_items: int = 4  # of GSM8K and HumanEval
     importance: int = 80  # samples
     validation: int = 16  # of them with every layer really removed
-    calibration: int = 200  # sequences of 512 tokens, or questions about pictures
+    calibration: int = 240  # sequences of 512 tokens, or questions about pictures
     fresh: int = 40  # sequences of 448 tokens that the calibration is measured on
     baseline: int = 32  # sequences of 512 tokens
     drift: int = 8  # prompts of 256 tokens
@@ -171,16 +171,19 @@ def importance(study: Study) -> dict:
 
 def calibration(study: Study) -> dict:
     """The calibrated K/V at one third and one half, and what they close of the gap on text they have not seen."""
-    model = study.model()
+    # Half the arithmetic where the processor has instructions for it; what is calibrated is measured in float32 all the same.
+    dtype = "bfloat16" if has_kernels(torch.bfloat16) else "float32"
     # Predictions over a quarter of a million ids cost more than all the rest: such a model gets half the samples, half as many predictions in each.
     share = 2 if study.config.vocab_size > 100_000 else 1
     samples = tiny_vl_samples(study) if study.vision else text_samples(study, "calibration", study.sizes.calibration // share, 384 + 128 // share)
     fresh = tiny_vl_samples(study, heldout=True) if study.vision else text_samples(study, "continuation", study.sizes.fresh, 448)
+    plans = [PrefillPlan.deepest(study.depth, ratio) for ratio in (1 / 3, 1 / 2)]
+    calibrations = calibrate_cuts(study.model(dtype=dtype), samples, [plan.cut for plan in plans])
+    model = study.model()
     full = continuation_loss(model, PrefillPlan.full(study.depth), fresh)
-    found = {"samples": len(samples), "tokens": sum(len(prompt) for prompt, _ in samples), "fresh": len(fresh), "full": full.tolist(), "cuts": []}
-    for ratio, file in ((1 / 3, study.kv_file), (1 / 2, study.kv_half_file)):
-        plan = PrefillPlan.deepest(study.depth, ratio)
-        made = calibrate(model, samples, plan.cut)
+    found = {"samples": len(samples), "tokens": sum(len(prompt) for prompt, _ in samples), "dtype": dtype, "fresh": len(fresh), "full": full.tolist(),
+             "cuts": []}
+    for plan, made, file in zip(plans, calibrations, (study.kv_file, study.kv_half_file)):
         made.projection.notes = {"checkpoint": study.folder.name}
         made.projection.save(file)
         found["cuts"].append({"skipped": len(plan.skip), "error": made.error.tolist(), "penalty": made.penalty.tolist(),
@@ -279,26 +282,30 @@ def pictures(study: Study) -> dict:
     return found | {name: ask(*study.method(name)) for name in ("Wanda", "ShortGPT")}
 
 
-def steps(study: Study) -> Iterator[tuple[str, Callable[[], dict]]]:
-    """Name and work of each step, in the order in which they need each other. `--only` takes them one by one: the timings on a quiet machine."""
-    yield "calibration", lambda: calibration(study)
+@dataclass(frozen=True)
+class Step:
+    """needs: names of the steps of the same checkpoint whose files it uses. alone: nothing else may run beside it, it takes times."""
+
+    name: str
+    work: Callable[[], dict]
+    needs: tuple[str, ...] = ()
+    alone: bool = False
+
+
+def steps(study: Study) -> list[Step]:
+    """All of a checkpoint, in an order that has what each needs before it."""
+    made = [Step("calibration", lambda: calibration(study)), Step("baselines", lambda: baselines(study)), Step("importance", lambda: importance(study))]
     if study.vision:
-        yield "baselines", lambda: baselines(study)
-        yield "importance", lambda: importance(study)
-        yield "pictures", lambda: pictures(study)
-        yield "speed", lambda: speed(study)
-        return
-    yield "baselines", lambda: baselines(study)
-    yield "speed", lambda: speed(study)
-    for method in ("full", "POP", "POP calibrated", "Wanda", "SliceGPT", "ShortGPT"):
-        if method != "SliceGPT" or not study.config.family.startswith("gemma"):
-            yield f"quality {method}", lambda method=method: quality(study, method)
-    yield "ablation", lambda: ablation(study)
-    yield "sweep", lambda: sweep(study)
-    yield "importance", lambda: importance(study)
-    yield "drift", lambda: drift(study)
-    for method in ("full", "POP"):
-        yield f"generation {method}", lambda method=method: generation(study, method)
+        made.append(Step("pictures", lambda: pictures(study), ("calibration", "baselines")))
+    else:
+        for method in ("full", "POP", "POP calibrated", "Wanda", "SliceGPT", "ShortGPT"):
+            if method != "SliceGPT" or not study.config.family.startswith("gemma"):
+                needs = {"full": (), "POP": (), "POP calibrated": ("calibration",)}.get(method, ("baselines",))
+                made.append(Step(f"quality {method}", lambda method=method: quality(study, method), needs))
+        made += [Step("ablation", lambda: ablation(study)), Step("sweep", lambda: sweep(study), ("calibration",)),
+                 Step("drift", lambda: drift(study), ("calibration",))]
+        made += [Step(f"generation {method}", lambda method=method: generation(study, method)) for method in ("full", "POP")]
+    return [*made, Step("speed", lambda: speed(study), ("calibration", "baselines"), alone=True)]
 
 
 # --- what they share ------------------------------------------------------------------------------------------------------------
