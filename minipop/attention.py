@@ -17,6 +17,7 @@ from torch import Tensor
 from .packing import has_kernels, has_matrix_unit
 
 BLOCK = 128  # queries a block: large enough for the matrix product, small enough for the scores to stay in the CPU's cache
+FEW_ROWS = 256  # up to as many rows, all kv heads of a block together
 KERNEL_BLOCK = 256  # the same where the kernel makes the scores, which keeps few of them at a time
 
 
@@ -55,7 +56,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | Causal | None
         if q.device.type == "cpu" and tokens >= 64 and has_matrix_unit(q.dtype):
             if not plain:
                 return attend_by_kernel(q, keys, values, mask, scale)
-        elif q.device.type == "cpu" and tokens >= 64:
+        elif q.device.type == "cpu" and tokens >= (BLOCK if plain else 64):
             quick = q.dtype != torch.float32 and has_kernels(q.dtype)
             if quick or not plain:  # in float32, and where products of q's dtype are slow, a fresh prompt is better off with the kernel
                 wide = (t if quick else t.float() for t in (q, keys, values))
@@ -88,7 +89,8 @@ def attend_by_kernel(q: Tensor, keys: Tensor, values: Tensor, mask: Causal, scal
 def attend_in_blocks(q: Tensor, keys: Tensor, values: Tensor, mask: Causal, scale: float, block: int = BLOCK) -> Tensor:
     """`attend` for a causal mask, a block of queries at a time against just the rows that block can see.
 
-    One kv head after the other: the H/K heads that share it are the rows of one product, [H/K * block, E] x [E, rows].
+    The H/K heads that share a kv head are the rows of one product, [H/K * block, E] x [E, rows]. While the rows are few, the kv heads go
+    together (a batched product); later one after the other, which keeps the scores in the CPU's cache.
     """
     batch, heads, tokens, width = q.shape
     groups = keys.shape[1]
@@ -100,17 +102,29 @@ def attend_in_blocks(q: Tensor, keys: Tensor, values: Tensor, mask: Causal, scal
         first = 0 if mask.window is None else max(0, mask.past + start - mask.window + 1)
         query = torch.arange(end - size, end, device=q.device)[:, None]
         # Only two corners need masking: the rows after a query at the end, those that left its window at the start.
-        future = torch.arange(end - size, end, device=q.device) > query
+        future = minus_infinity(torch.arange(end - size, end, device=q.device) > query, q.dtype)
         gone = None
         if mask.window is not None and end - first > mask.window:
-            gone = query - torch.arange(first, first + size - 1, device=q.device) >= mask.window
+            gone = minus_infinity(query - torch.arange(first, first + size - 1, device=q.device) >= mask.window, q.dtype)
+        together = groups if end - first <= FEW_ROWS else 1
         for b in range(batch):
-            for k in range(groups):
-                queries = q[b, k, :, start:stop].flatten(0, 1)  # [H/K * size, E]
-                scores = torch.mm(queries, keys[b, k, first:end].T).view(-1, size, end - first)
-                scores[..., end - size - first :].masked_fill_(future, float("-inf"))
+            for k in range(0, groups, together):
+                some = slice(k, k + together)
+                queries = q[b, some, :, start:stop].flatten(1, 2)  # [k, H/K * size, E]
+                scores = product(queries, keys[b, some, first:end].transpose(1, 2)).unflatten(1, (-1, size))  # [k, H/K, size, rows]
+                scores[..., end - size - first :] += future
                 if gone is not None:
-                    scores[..., : size - 1].masked_fill_(gone, float("-inf"))
-                weights = scores.softmax(-1).flatten(0, 1)  # [H/K * size, rows]
-                out[b, k, :, start:stop] = torch.mm(weights, values[b, k, first:end]).view(-1, size, width)
+                    scores[..., : size - 1] += gone
+                weights = scores.softmax(-1).flatten(1, 2)  # [k, H/K * size, rows]
+                out[b, some, :, start:stop] = product(weights, values[b, some, first:end]).unflatten(1, (-1, size))
     return out.flatten(1, 2)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a [k, m, n] x b [k, n, o]. A batch of one is quicker without being a batch."""
+    return torch.bmm(a, b) if len(a) > 1 else torch.mm(a[0], b[0])[None]
+
+
+def minus_infinity(where: Tensor, dtype: torch.dtype) -> Tensor:
+    """What hides scores when it is added to them; adding is quicker than filling."""
+    return torch.zeros(where.shape, dtype=dtype, device=where.device).masked_fill_(where, float("-inf"))

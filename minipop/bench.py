@@ -22,6 +22,7 @@ from torch import nn
 from . import costs, measuring
 from .checkpoint import resolve_checkpoint
 from .cli import Parser, add_parallel_argument, check_device, run
+from .compiled import CompiledToken, compile_decoding
 from .errors import CheckpointError, MinipopError, PromptError
 from .figures import load_pyplot, save_figure
 from .files import one_line, read_json, write_text
@@ -109,8 +110,9 @@ def bench_prefill(model: nn.Module, plans: dict[str, PrefillPlan], prompt: Promp
     longest, batch = max(prompt.lengths), len(prompt.lengths)
     contenders: dict[str, tuple[Callable, Callable]] = {}
 
-    def add(name: str, plan: PrefillPlan, **options) -> None:
+    def add(name: str, plan: PrefillPlan, compiled: CompiledToken | None = None, **options) -> None:
         runner = Runner(model, plan, max_seq_len=longest, chunk_size=chunk_size, **options)
+        runner.compiled = compiled
         for store in (runner.cache.keys, runner.cache.values):
             store.zero_()  # the cache's memory is in use from now on: it is not the prefill's
         contenders[name] = (runner.reset, lambda: runner.prefill(prompt.inputs))
@@ -119,6 +121,8 @@ def bench_prefill(model: nn.Module, plans: dict[str, PrefillPlan], prompt: Promp
         add(name, plan, batch_size=batch)
         if plain_forms:
             add(f"{name}, plain", plan, batch_size=batch, fused=False)
+        if model.compiled is not None and batch == 1 and plan.split_boundary:  # the boundary token is what it is for
+            add(f"{name}, compiled", plan, model.compiled, batch_size=batch)
     if prompt.ragged:
         alone = Runner(model, max_seq_len=longest, chunk_size=chunk_size)
 
@@ -133,7 +137,7 @@ def bench_prefill(model: nn.Module, plans: dict[str, PrefillPlan], prompt: Promp
     timings = take_turns(contenders, repeats, warmup, device)
     full = PrefillPlan.full(model.config.num_layers)
     seen = costs.vision_flops(model.config.vision, *prompt.image) * batch if prompt.image else 0
-    flops = {t.name: seen + sum(costs.prefill_flops(model.config, n, plans.get(t.name.removesuffix(", plain"), full))
+    flops = {t.name: seen + sum(costs.prefill_flops(model.config, n, plans.get(t.name.removesuffix(", plain").removesuffix(", compiled"), full))
                                 for n in prompt.lengths) for t in timings}
     return Row(prompt.label, prompt.lengths, batch, timings, flops)
 
@@ -147,8 +151,9 @@ def bench_decode(model: nn.Module, prompt: Prompt, steps: int, repeats: int, ref
     """Seconds of `steps` greedy decode steps after a prompt (the plan does not matter here)."""
     device = model.embedding.weight.device
 
-    def ours(**options) -> tuple[Callable, Callable]:
+    def ours(compiled: CompiledToken | None = None, **options) -> tuple[Callable, Callable]:
         runner = Runner(model, max_seq_len=max(prompt.lengths) + steps + 1, batch_size=len(prompt.lengths), **options)
+        runner.compiled = compiled
         state: dict = {}
 
         def prepare():
@@ -164,6 +169,8 @@ def bench_decode(model: nn.Module, prompt: Prompt, steps: int, repeats: int, ref
     contenders = {"minipop": ours()}
     if plain_forms:
         contenders["minipop, plain"] = ours(fused=False)
+    if model.compiled is not None and len(prompt.lengths) == 1:
+        contenders["minipop, compiled"] = ours(model.compiled)
     if reference is not None and isinstance(prompt.inputs, torch.Tensor):
         state: dict = {}
 
@@ -219,6 +226,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--chunk-size", type=int, default=2048, help="most prompt tokens that go through the layers at once (default %(default)s)")
     p.add_argument("--against", choices=["transformers"], help="time the same work in transformers, in the same turns")
     p.add_argument("--plain-forms", action="store_true", help="time the plain forms of prefill and decode too (Runner's fused=False)")
+    p.add_argument("--compile", action="store_true", help="time the compiled form of decode steps and of POP's boundary token too (on CPUs, with a "
+                   "C++ compiler)")
     p.add_argument("--decode-tokens", type=int, default=32, help="decode steps to time, 0 for none (default %(default)s)")
     p.add_argument("--decode-prompt", default="128", help="prompt lengths before them (default %(default)s)")
     p.add_argument("--repeats", type=int, default=5, help="turns that count (default %(default)s)")
@@ -268,6 +277,7 @@ def main(argv: list[str] | None = None) -> int:
     size = sum(p.nbytes for p in model.parameters())
     if not args.plain:
         pack(model)
+    compile_seconds = compile_decoding(model) if args.compile else None
     if max(lengths) > config.max_position_embeddings:
         raise PromptError(f"--lengths asks for {max(lengths)} tokens, the model was made for {config.max_position_embeddings}")
     processor = image_processor(args, config) if sizes else None
@@ -286,6 +296,8 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{args.ckpt or 'random ' + args.random}  {str(dtype).removeprefix('torch.')}  {device}  {torch.get_num_threads()} threads  "
           f"torch {torch.__version__}  {processor_name(device)}")
     print(describe_loading(loading, size))
+    if compile_seconds is not None:
+        print(f"one token's way compiled in {compile_seconds:.1f} s")
     print(f"this machine now: matrix products {rates['matmul_flops'] / 1e9:.0f} GFLOP/s, memory read at {rates['read_bytes'] / 1e9:.1f} "
           f"and copied at {rates['copy_bytes'] / 1e9:.1f} GB/s\n")
 
@@ -295,20 +307,20 @@ def main(argv: list[str] | None = None) -> int:
         prompts += [lambda n=n, b=batch: text_prompt(model, n, b, ragged=True) for n in lengths if args.ragged and batch > 1]
         prompts += [lambda s=s, b=batch: image_prompt(model, processor, s, b) for s in sizes]
     rows = []
-    print(f"{'tokens':>12} {'batch':>5} {'contender':<16} {'TTFT s':>8} {'min':>8} {'max':>8} {'speed-up':>9} {'ideal':>6} {'of peak':>8} "
+    print(f"{'tokens':>12} {'batch':>5} {'contender':<20} {'TTFT s':>8} {'min':>8} {'max':>8} {'speed-up':>9} {'ideal':>6} {'of peak':>8} "
           f"{'us/token':>9} {'MiB':>6}")
     for make in prompts:
         row = bench_prefill(model, plans, make(), args.repeats, reference, args.chunk_size, args.plain_forms, args.warmup)
         rows.append(row)
         for t in row.timings:
             memory = "" if t.memory is None else f"{t.memory / 2**20:.0f}"
-            print(f"{row.label:>12} {row.batch:>5} {t.name:<16} {t.median:>8.4f} {min(t.seconds):>8.4f} {max(t.seconds):>8.4f} "
+            print(f"{row.label:>12} {row.batch:>5} {t.name:<20} {t.median:>8.4f} {min(t.seconds):>8.4f} {max(t.seconds):>8.4f} "
                   f"{row.speedup(t.name)[0]:>8.2f}x {row.ideal(t.name):>6.2f} {row.flops[t.name] / t.median / rates['matmul_flops']:>7.0%} "
                   f"{1e6 * t.median / sum(row.lengths):>9.0f} {memory:>6}", flush=True)
         gc.collect()
     decode = []
     if args.decode_tokens:
-        print(f"\n{'steps':>6} {'after':>12} {'batch':>5} {'contender':<16} {'tokens/s':>9} {'ms a step':>10} {'of reading rate':>16}")
+        print(f"\n{'steps':>6} {'after':>12} {'batch':>5} {'contender':<20} {'tokens/s':>9} {'ms a step':>10} {'of reading rate':>16}")
         for batch in batches:
             for tokens in decode_prompts:
                 for ragged in (False, True)[: 1 + (args.ragged and batch > 1)]:
@@ -317,7 +329,7 @@ def main(argv: list[str] | None = None) -> int:
                     must_read = costs.decode_bytes(config, sum(prompt.lengths) // batch, batch, dtype.itemsize)
                     for t in timings:
                         step = t.median / args.decode_tokens
-                        print(f"{args.decode_tokens:>6} {prompt.label:>12} {batch:>5} {t.name:<16} {batch / step:>9.1f} {step * 1e3:>10.2f} "
+                        print(f"{args.decode_tokens:>6} {prompt.label:>12} {batch:>5} {t.name:<20} {batch / step:>9.1f} {step * 1e3:>10.2f} "
                               f"{must_read / step / rates['read_bytes']:>15.0%}", flush=True)
                     decode.append({"batch": batch, "prompt": prompt.lengths, "steps": args.decode_tokens, "must_read_bytes": must_read,
                                    "step_flops": sum(costs.step_flops(config, n) for n in prompt.lengths), "timings": [asdict(t) for t in timings]})
@@ -325,6 +337,7 @@ def main(argv: list[str] | None = None) -> int:
         f", of the GPU {torch.cuda.max_memory_allocated(device) / 2**20:.0f} MiB" if device.type == "cuda" else ""))
     result = {"checkpoint": args.ckpt or args.random, "dtype": str(dtype).removeprefix("torch."), "device": str(device),
               "processor": processor_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__, "weight_bytes": size,
+              "compile_seconds": compile_seconds,
               "matrix_bytes": costs.decode_bytes(config, 0, 1, dtype.itemsize),
               "peak_bytes": measuring.process_peak(), **loading, **rates, "prefill": [asdict(r) for r in rows], "decode": decode}
     if args.json:

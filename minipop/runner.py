@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .cache import CachePass, KVCache, Span
+from .compiled import CompiledToken
 from .decoding import GraphedStep, OneToken, fits, places
 from .errors import MinipopError, PlanError, PromptError
 from .files import one_line
@@ -66,6 +67,7 @@ class Runner:
         config = model.config
         self.model, self.plan = model, PrefillPlan.full(config.num_layers) if plan is None else plan
         self.fused, self.chunk_size, self.tap = fused, chunk_size, tap
+        self.compiled = model.compiled  # None is a choice too
         if self.plan.num_layers != config.num_layers:
             raise PlanError(f"the plan is for {self.plan.num_layers} layers, the model has {config.num_layers}")
         for name, value in (("max_seq_len", max_seq_len), ("batch_size", batch_size), ("chunk_size", chunk_size)):
@@ -128,7 +130,7 @@ class Runner:
         else:
             last = self._two_passes(end, boundary_counts)
         last = gather(last, boundary_counts - 1, torch.ones_like(boundary_counts))  # [B, 1, D]
-        logits = self.model.logits(last)[:, 0]
+        logits = self._logits(last)[:, 0]
 
         self._remember(batch, starts, positions, following)
         self.cache.commit(batch.counts)
@@ -174,7 +176,7 @@ class Runner:
         logits = self._graphed_step(ids, positions, starts)
         if logits is None:
             x = self.tap(-1, "resid", self.model.embed_tokens(ids))
-            logits = self.model.logits(_Part(self, Span(starts, counts, ids.shape[1]), x, positions).run())
+            logits = self._logits(_Part(self, Span(starts, counts, ids.shape[1]), x, positions).run())
         self._remember(batch, starts, positions, following)
         self.cache.commit(counts)
         return logits
@@ -290,6 +292,15 @@ class Runner:
         if self._one_token is None and fits(self.model):
             self._one_token = OneToken(self.model)
         return self._one_token
+
+    def compiled_token(self) -> CompiledToken | None:
+        """The compiled form for one token of one sequence; None where there is none, or where only the plain form does what is asked."""
+        return None if self.compiled is None or self.one_token() is None else self.compiled
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """Final norm and head: x [B, n, D] -> float32 [B, n, vocab]."""
+        compiled = self.compiled_token() if x.shape[:2] == (1, 1) else None
+        return (compiled or self.model).logits(x)
 
     def _graphed_step(self, ids: Tensor, positions: Tensor, starts: Tensor) -> Tensor | None:
         """One decode step by a CUDA graph, logits [B, 1, vocab]; None where there is none to replay."""
@@ -432,6 +443,9 @@ class _Part:
         runner = self.runner
         layers = range(runner.plan.num_layers) if layers is None else layers
         fast = runner.one_token() if plan is None and self._has_one_token(layers) else None
+        compiled = runner.compiled_token() if fast is not None and len(self.x) == 1 and self.span.stop > 1 else None
+        if compiled is not None:
+            return compiled(self.x, self.rope, runner.cache, int(self.span.starts[0]), layers)
         if fast is not None:
             return fast(self.x, self.rope, *places(runner.cache, self.span.starts, fast.windows), layers)
         stacked = None if plan is None else runner.stacked_kv()

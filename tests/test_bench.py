@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from minipop import ModelInputs, PrefillPlan, PromptError, Runner, costs, measuring
+from minipop import ModelInputs, PrefillPlan, PromptError, Runner, compiled, costs, measuring
 from minipop.bench import Row, bench_decode, bench_prefill, image_prompt, main, text_prompt
 from minipop.cli import run
 from minipop.errors import MinipopError
@@ -130,6 +130,17 @@ def test_decoding_counts_its_steps():
     model.embed_tokens = lambda ids: (steps.append(ids.shape[1]), embed(ids))[1]
     timings = bench_decode(model, text_prompt(model, 6, 2), steps=3, repeats=2)
     assert len(timings[0].seconds) == 2 and steps == [6, 1, 1, 1] * 3  # a warm-up and two repeats
+
+
+def test_the_compiled_form_is_a_contender_of_its_own(monkeypatch):
+    monkeypatch.setattr(compiled, "compiled", lambda function: function)  # as written
+    model = tiny_model()
+    assert compiled.compile_decoding(model) > 0
+    row = bench_prefill(model, {"full": PrefillPlan.full(6), "POP 2/6": PrefillPlan.deepest(6)}, text_prompt(model, 20, 1), repeats=1, warmup=0)
+    assert [t.name for t in row.timings] == ["full", "full, compiled", "POP 2/6", "POP 2/6, compiled"]
+    assert row.ideal("POP 2/6") == row.ideal("POP 2/6, compiled") > 1
+    assert [t.name for t in bench_decode(model, text_prompt(model, 6, 1), steps=3, repeats=1)] == ["minipop", "minipop, compiled"]
+    assert [t.name for t in bench_decode(model, text_prompt(model, 6, 2), steps=3, repeats=1)] == ["minipop"]
 
 
 # --- the command ----------------------------------------------------------------------------------------------------------------

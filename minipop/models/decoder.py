@@ -61,6 +61,7 @@ class Decoder(nn.Module):
     layer_class = DecoderLayer
     norm_class = RMSNorm
     deepstack_layers = 0  # how many of the first layers `after_layer` adds rows to
+    compiled = None  # the way of one token that compiled.compile_decoding makes
     weights = WEIGHTS  # which entries apply (biases, k-norm) follows from the parameters a model has
 
     def __init__(self, config: ModelConfig):
