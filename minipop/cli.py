@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -24,7 +23,7 @@ from torch import nn
 from .checkpoint import resolve_checkpoint
 from .config import DTYPES, read_config
 from .errors import CheckpointError, MinipopError, PlanError, PromptError
-from .files import read_json
+from .files import check_writable, read_json
 from .models import load_model
 from .packing import pack
 from .plan import PrefillPlan, parse_layers
@@ -134,7 +133,7 @@ def check_outputs(outputs: dict[str, str | None], inputs: Iterable[str | Path | 
         if not path or os.path.isdir(path) or os.path.lexists(path) and not os.path.isfile(path):
             raise PromptError(f"{option} {path!r} is not the name of a file: choose another")
         try:
-            tempfile.TemporaryFile(dir=parent).close()  # rights alone do not tell: a file system may be read-only, or none for files
+            check_writable(parent)
         except OSError:
             raise PromptError(f"{option} {path}: there is no folder {parent} that can be written to") from None
         real = os.path.realpath(path)
@@ -176,15 +175,16 @@ def add_parallel_argument(parser: argparse.ArgumentParser) -> None:
                         "`python -m torch.distributed.run --nproc-per-node N -m ...` starts (default: 1)")
 
 
-def add_plan_arguments(parser: argparse.ArgumentParser, default: str = "the deepest 1/3") -> None:
-    """--full, --ratio, --skip-layers, --plan (one of them), --kv."""
+def add_plan_arguments(parser: argparse.ArgumentParser, default: str = "the deepest 1/3", calibrated: bool = True) -> None:
+    """--full, --ratio, --skip-layers, --plan (one of them), --kv. calibrated: whether the help speaks of --kv; a command that refuses it says why."""
     group = parser.add_argument_group("prefill plan", "which layers the prompt skips; the answer always runs through all of them")
     one = group.add_mutually_exclusive_group()
     one.add_argument("--full", action="store_true", help="skip nothing: the plain model")
     one.add_argument("--ratio", metavar="R", help=f"skip this share of the layers, the deepest: 0.25 or 1/3 (default: {default})")
     one.add_argument("--skip-layers", metavar="LIST", help="skip these layers, counted from 0: 20-29 or 3,6,9-11")
     one.add_argument("--plan", metavar="FILE", help="a plan file, as importance --plan-out and PrefillPlan.save write it")
-    group.add_argument("--kv", metavar="FILE", help="calibrated K/V for the skipped layers, a file that minipop.calibrate made")
+    group.add_argument("--kv", metavar="FILE", help="calibrated K/V for the skipped layers, a file that minipop.calibrate made" if calibrated
+                       else argparse.SUPPRESS)
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, max_new_tokens: str = "256") -> None:

@@ -577,7 +577,7 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--ckpt", metavar="PATH", help="a Hugging Face checkpoint folder, or org/model")
     source.add_argument("--random", metavar="FAMILY", choices=FAMILIES,
                         help=f"a tiny random model instead of a checkpoint: {', '.join(FAMILIES)}")
-    add_plan_arguments(parser, default="skip nothing")
+    add_plan_arguments(parser, default="skip nothing", calibrated=False)
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32", help="of weights and arithmetic (default: float32)")
     parser.add_argument("--device", metavar="NAME", default="cpu", help="cpu (default), cuda, cuda:1, ...")
     parser.add_argument("--prompt", metavar="TEXT", default=PROMPT)

@@ -308,6 +308,9 @@ def _disagg(args: argparse.Namespace) -> int:
     if args.output != "-" and os.path.lexists(args.output) and not rank:
         raise PromptError(f"{args.output} is there already: choose another --output")
     args.device = local_device(args.device)
+    if rank == 0 and "TORCHELASTIC_RUN_ID" not in os.environ:  # started by hand, as the others will be
+        others = "rank 1" if size == 2 else f"ranks 1 to {size - 1}"
+        print(f"waiting for {others}, {START:g} s at most", file=sys.stderr, flush=True)
     with signals_that_end():
         try:
             store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=START)))

@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import stat
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -96,6 +97,11 @@ def write_text(path: str | os.PathLike, text: str, error: type[Exception] = Mini
 def temporary_beside(path: Path, suffix: str = ".tmp") -> Path:
     """A new hidden name in the same folder, never too long, even where the file's own name is or there is none (`/`)."""
     return path.parent / f".{path.name[:50]}.{secrets.token_hex(4)}{suffix}"
+
+
+def check_writable(folder: str | os.PathLike) -> None:
+    """Raises OSError unless files can be made there. Rights alone do not tell: a file system may be read-only, or none for files."""
+    tempfile.TemporaryFile(dir=folder).close()
 
 
 def open_regular(path: Path, error: type[Exception]):

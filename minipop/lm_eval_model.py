@@ -61,12 +61,20 @@ class MinipopLM(TemplateLM):
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict, additional_config: dict | None = None) -> "MinipopLM":
-        """For lm_eval.simple_evaluate("minipop", "ckpt=FOLDER,plan=1/3"): keys ckpt, dtype, device, plan, max_seq_len, batch_size."""
+        """For lm_eval.simple_evaluate("minipop", "ckpt=FOLDER,plan=1/3"): keys ckpt, dtype, device, plan, max_seq_len, batch_size, seed.
+
+        Raises MinipopError for other keys, and as `load_model` and `PrefillPlan` do.
+        """
         from .checkpoint import resolve_checkpoint
         from .models import load_model
         from .tokenizer import load_tokenizer
 
         args = {**{k: v for k, v in (additional_config or {}).items() if v is not None and k in ("batch_size", "device")}, **arg_dict}
+        known = ("ckpt", "dtype", "device", "plan", "max_seq_len", "batch_size", "seed")
+        if unknown := [key for key in args if key not in known]:
+            raise PromptError(f"minipop has no argument {unknown[0]!r} for lm-eval; it has {', '.join(known)}")
+        if "ckpt" not in args:
+            raise PromptError("minipop needs ckpt=FOLDER among its arguments for lm-eval")
         folder = resolve_checkpoint(args.pop("ckpt"))
         model = pack(load_model(folder, args.pop("dtype", None), args.pop("device", "cpu")))
         plan = parse_plan(str(args.pop("plan", "1/3")), model.config.num_layers)
@@ -246,7 +254,7 @@ class MinipopLM(TemplateLM):
         """For lm-eval's results files."""
         config = self.model.config
         return {"model_family": config.family, "model_dtype": str(self.model.embedding.weight.dtype).removeprefix("torch."),
-                "prefill_plan": self.plan.describe(), "max_length": self.max_length}
+                "prefill_plan": self.plan.describe(), "calibrated_kv": self.plan.kv, "max_length": self.max_length}
 
 
 # --- how a likelihood is computed -------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -313,3 +314,17 @@ def test_a_rank_that_waits_for_the_others_can_be_ended(folders):
     process.terminate()
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGTERM
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="signals")
+def test_the_decode_rank_says_that_it_waits(folders):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-m", "minipop.disagg", "--ckpt", folders["qwen2"], "--prompt", "a"], env=environment,
+                               stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stderr.readline().startswith("waiting for ranks 1 to 2, ")
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)  # inside PyTorch's wait, or just before it

@@ -536,8 +536,15 @@ def test_lm_eval_finds_the_model_by_its_name(folder, data):
     result = lm_eval.simple_evaluate("minipop", f"ckpt={folder},plan=1/2,max_seq_len=200", batch_size=2, limit=2, bootstrap_iters=0,
                                      tasks=evaluate.load_tasks(["minipop_piqa"], data=data), task_manager=evaluate._manager(local=True))
     assert result["config"]["prefill_plan"] == POP.describe() and result["config"]["max_length"] == 200
+    assert result["config"]["calibrated_kv"] is None
     ours = evaluate.evaluate(minipop.load_model(folder), minipop.load_tokenizer(folder), POP, ["minipop_piqa"], limit=2, data=data)
     assert [s["resps"] for s in result["samples"]["minipop_piqa"]] == [s["resps"] for s in ours["samples"]["minipop_piqa"]]
+
+
+@pytest.mark.parametrize("arguments, message", [("plan=1/2", "needs ckpt=FOLDER"), ("ckpt=x,paln=1/2", "no argument 'paln'")])
+def test_wrong_arguments_from_lm_eval(arguments, message):
+    with pytest.raises(MinipopError, match=message):
+        MinipopLM.create_from_arg_string(arguments)
 
 
 def test_no_chat_template_is_one_line(tmp_path, data):

@@ -4,7 +4,6 @@
 """
 
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from ..checkpoint import Checkpoint, resolve_checkpoint
 from ..config import DTYPES, FAMILIES, SLICED
 from ..errors import CheckpointError
-from ..files import read_json
+from ..files import check_writable, read_json
 from ..models.decoder import HEADS
 from ..saving import save_checkpoint
 
@@ -41,7 +40,7 @@ def check_free(folder: str | os.PathLike) -> Path:
         raise CheckpointError(f"{folder} is there already: choose a new folder, or empty this one")
     above = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
     try:
-        tempfile.TemporaryFile(dir=above).close()
+        check_writable(above)
     except OSError as problem:
         raise CheckpointError(f"{folder} cannot be made in {above}: {problem.strerror}") from None
     return folder
