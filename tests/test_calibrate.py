@@ -12,8 +12,8 @@ import torch
 import minipop
 from minipop import MinipopError, ModelInputs, PlanError, PrefillPlan, PromptError, Runner, SamplingParams, generate
 from minipop.baselines import slicegpt
-from minipop.calibrate import (CLIP, PENALTIES, NaturalGradient, Observed, Statistics, calibrate, continuation_loss, damped_inverse,
-                               line_search, main, mean_divergence, rows_of, token_weights, with_one)
+from minipop.calibrate import (CLIP, PENALTIES, NaturalGradient, Observed, Statistics, calibrate, calibrate_cuts, continuation_loss,
+                               damped_inverse, line_search, main, mean_divergence, rows_of, token_weights, with_one)
 from minipop.importance import Sample
 from minipop.packing import pack
 from minipop.projection import KVProjection
@@ -179,6 +179,14 @@ def test_it_brings_the_pruned_model_closer_to_the_full_one(family, tmp_path):
     assert set(made.penalty[1:].flatten().tolist()) <= set(PENALTIES)
     assert made.divergences == sorted(made.divergences, reverse=True) and len(made.divergences) > 2
     assert torch.equal(calibrate(model, samples(32, prompt=40), CUT).projection.weight, made.projection.weight)
+
+
+def test_two_cuts_at_once_are_each_by_itself():
+    model = tiny_model()
+    for cut, together in zip((5, 3), calibrate_cuts(model, samples(8), (5, 3))):
+        alone = calibrate(model, samples(8), cut)
+        assert torch.equal(together.projection.weight, alone.projection.weight) and together.divergences == alone.divergences
+        assert together.projection.cut == cut and len(together.error) == DEPTH - cut
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])

@@ -13,7 +13,9 @@ from tests.test_inspect import save_tiny
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
+import reproduce  # noqa: E402
 from reproduction import report  # noqa: E402
+from reproduction.steps import QUICK, Study, steps  # noqa: E402
 
 pytest.importorskip("matplotlib")
 
@@ -84,6 +86,59 @@ def test_a_step_is_made_once(tmp_path, data):  # noqa: F811
     assert again.returncode == 0 and "quality" not in again.stderr and "| POP |" in (tmp_path / "results" / "RESULTS.md").read_text()
     (tmp_path / "results" / "RESULTS.md").unlink()
     assert run("--report").returncode == 0 and "| POP |" in (tmp_path / "results" / "RESULTS.md").read_text()
+
+
+class Process:
+    """Stands in for a step's process: ends when it has been asked three times, with the exit code that `codes` has for it."""
+
+    running: list["Process"] = []
+    history: list[tuple[str, str, set[str]]] = []  # of each start: checkpoint, step, what ran beside it
+    codes: dict[str, int] = {}
+
+    def __init__(self, command, env):
+        self.name, self.threads, self.asked, self.returncode = command[command.index("--step") + 1], env["OMP_NUM_THREADS"], 0, None
+        Process.history.append((Path(command[command.index("--ckpt") + 1]).name, self.name, {other.name for other in Process.running}))
+        Process.running.append(self)
+
+    def poll(self):
+        self.asked += 1
+        if self.asked == 3:
+            self.returncode = self.codes.get(self.name, 0)
+            Process.running.remove(self)
+        return self.returncode
+
+
+@pytest.fixture
+def jobs(tmp_path, monkeypatch):
+    """All steps of two checkpoints; nothing is really started."""
+    monkeypatch.setattr(Process, "running", [])
+    monkeypatch.setattr(Process, "history", [])
+    monkeypatch.setattr(reproduce.subprocess, "Popen", Process)
+    monkeypatch.setattr(reproduce.time, "sleep", lambda seconds: None)
+    found = []
+    for family in ("llama", "gemma3_text"):
+        save_tiny(tmp_path / family, family)
+        study = Study(tmp_path / family, tmp_path / "results" / family, tmp_path, QUICK)
+        found += [reproduce.Job(study, step) for step in steps(study)]
+    return found
+
+
+def test_steps_side_by_side_wait_for_what_they_need(jobs):
+    reproduce.run_side_by_side(jobs, 2, [])
+    order = [(folder, name) for folder, name, _ in Process.history]
+    assert sorted(order) == sorted((job.study.folder.name, job.step.name) for job in jobs)
+    for job in jobs:
+        for need in job.step.needs:
+            assert order.index((job.study.folder.name, need)) < order.index((job.study.folder.name, job.step.name))
+    assert {len(beside) for _, name, beside in Process.history if name != "speed"} == {0, 1}
+    assert all(name == "speed" and not beside for _, name, beside in Process.history[-2:])  # the timings: last, and alone
+
+
+def test_a_step_that_fails_starts_no_others(jobs, monkeypatch):
+    monkeypatch.setattr(Process, "codes", {"baselines": 2})
+    with pytest.raises(reproduce.MinipopError, match="llama: baselines, gemma3_text: baselines failed|llama: baselines failed"):
+        reproduce.run_side_by_side(jobs, 2, [])
+    assert not Process.running and len(Process.history) == 4
 
 
 def test_without_data(tmp_path):
