@@ -62,21 +62,46 @@ class CompiledToken:
         self._layer, self._head = compiled(layer_step), compiled(head_step)
         try:
             self._warm_up(model)
+        except MinipopError as problem:
+            raise MinipopError(f"--compile: {problem}") from None
         except Exception as problem:  # whatever the compiler's many parts raise
             raise MinipopError("--compile: PyTorch could not compile a decode step; it needs a C++ compiler, such as g++ (the environment variable "
                                f"CXX names another), and Python's headers: {one_line(problem)}") from None
 
     @torch.no_grad()
     def _warm_up(self, model: nn.Module) -> None:
-        """Compile with rows of which the compiler is told that their number changes: so one form serves all lengths, and caches of all sizes."""
-        weight = model.embedding.weight
-        rows = torch.zeros(2, self.config.num_kv_heads, 12, self.config.head_dim, dtype=weight.dtype)
-        keys, values = rows[:, :, :8]
-        for view in (keys, values):
-            torch._dynamo.mark_dynamic(view, 1)
-        turn = torch.zeros(self.config.head_dim, dtype=weight.dtype)
-        x = self._layer(weight[0].clone(), self.weights[0], keys, values, turn, turn, *self.constants)
+        """Compile with rows of which the compiler is told that their number changes: so one form serves all lengths, and caches of all sizes.
+
+        Each tensor is one of its own, as they are later: what is one tensor here would be taken for one tensor for ever.
+        """
+        config, dtype = self.config, model.embedding.weight.dtype
+        x, cos, sin = torch.zeros(config.hidden_size, dtype=dtype), torch.ones(config.head_dim, dtype=dtype), torch.zeros(config.head_dim, dtype=dtype)
+        keys, values = (torch.zeros(config.num_kv_heads, 12, config.head_dim, dtype=dtype)[:, :8] for _ in range(2))
+        for rows in (keys, values):
+            torch._dynamo.mark_dynamic(rows, 1)
+        self._layer(x, self.weights[0], keys, values, cos, sin, *self.constants)
         self._head(x, *self.head)
+        for rows in (3, 11):
+            self._check(rows, model)
+
+    def _check(self, rows: int, model: nn.Module) -> None:
+        """Nothing is checked later, so here: the compiled layer against the written one, with other numbers and another number of rows."""
+        config, dtype = self.config, model.embedding.weight.dtype
+        generator = torch.Generator().manual_seed(rows)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(dtype)
+
+        x, cos, sin = random(config.hidden_size), random(config.head_dim), random(config.head_dim)
+        stores = [random(config.num_kv_heads, 16, config.head_dim) for _ in range(2)]
+        results = []
+        for layer in (self._layer, layer_step):
+            keys, values = (store.clone()[:, :rows] for store in stores)
+            out = layer(x, self.weights[-1], keys, values, cos, sin, *self.constants)
+            results.append((out, keys, values))
+        for compiled, written in zip(*results):
+            if not torch.allclose(compiled.float(), written.float(), rtol=0.05, atol=0.05 * float(written.abs().max())):
+                raise MinipopError("what the compiler made of a layer computes something else: is its cache damaged?")
 
     def __call__(self, x: Tensor, rope: list[Rope], cache: KVCache, start: int, layers: range) -> Tensor:
         """The stream x [1, 1, D] of the token at column `start` >= 1 of row 0 after `layers`, [1, 1, D]; writes its K/V. rope: see OneToken."""

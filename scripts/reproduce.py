@@ -93,8 +93,10 @@ def measure_all(args: argparse.Namespace) -> None:
     todo = [job for job in jobs if not job.done and (args.allow_code_execution or not job.step.name.startswith("generation"))]
     begin = time.perf_counter()
     if args.jobs == 1 or len(todo) < 2:
-        for job in sorted(todo, key=lambda job: job.step.alone):
+        for number, job in enumerate(sorted(todo, key=lambda job: job.step.alone), 1):
             job.run()
+            if not args.step:
+                report_step(job, number, len(todo))
     else:
         options = ["--results", args.results, "--data", args.data, *["--quick"] * args.quick, *["--allow-code-execution"] * args.allow_code_execution]
         run_side_by_side(todo, args.jobs, options)
@@ -122,11 +124,15 @@ class Job:
         return self.file.is_file() and read_json(self.file, CheckpointError).get("settings") == self.settings
 
     def run(self) -> None:
-        begin = time.perf_counter()
+        begin, busy = time.perf_counter(), time.process_time()
         result = self.step.work()
-        seconds = time.perf_counter() - begin
-        write_text(self.file, json.dumps({"settings": self.settings, "seconds": seconds, "result": result}))
-        print(f"{self.study.folder.name}: {self.step.name}, {seconds:.0f} s", flush=True, file=sys.stderr)
+        seconds, busy = time.perf_counter() - begin, time.process_time() - busy
+        write_text(self.file, json.dumps({"settings": self.settings, "seconds": seconds, "cpu_seconds": busy, "result": result}))
+
+
+def report_step(job: Job, number: int, count: int) -> None:
+    seconds = read_json(job.file, CheckpointError)["seconds"]
+    print(f"{number} of {count}: {job.study.folder.name}, {job.step.name}, {seconds:.0f} s", flush=True, file=sys.stderr)
 
 
 def run_side_by_side(todo: list[Job], lanes: int, options: list) -> None:
@@ -140,12 +146,15 @@ def run_side_by_side(todo: list[Job], lanes: int, options: list) -> None:
     def start(job: Job) -> subprocess.Popen:
         threads = cores if job.step.alone else max(1, cores // lanes)
         command = [sys.executable, __file__, "--ckpt", job.study.folder, "--step", job.step.name, *options]
-        return subprocess.Popen(list(map(str, command)), env=os.environ | {"OMP_NUM_THREADS": str(threads)})
+        print(f"{job.study.folder.name}, {job.step.name} ...", flush=True, file=sys.stderr)
+        quiet = {"OMP_NUM_THREADS": str(threads), "TQDM_DISABLE": "1"}  # bars of several processes would overwrite each other
+        return subprocess.Popen(list(map(str, command)), env=os.environ | quiet)
 
     # Round the checkpoints, so that the long steps at the beginning of each start first.
     waiting = [job for group in zip_longest(*by_checkpoint(todo)) for job in group if job is not None]
     running: dict[subprocess.Popen, Job] = {}
     failed: list[Job] = []
+    ended = 0
     try:
         while waiting or running:
             unfinished = {(job.study.folder, job.step.name) for job in [*waiting, *running.values()]}
@@ -161,6 +170,9 @@ def run_side_by_side(todo: list[Job], lanes: int, options: list) -> None:
                 if process.returncode:
                     failed.append(job)
                     waiting.clear()
+                else:
+                    ended += 1
+                    report_step(job, ended, len(todo))
             time.sleep(0.1)
     finally:
         for process in running:

@@ -115,7 +115,7 @@ def test_models_it_does_not_know():
 @needs_compiler
 def test_compiled():
     """Several models in one process, caches of several sizes, windows: nothing is mixed up, though nothing is checked at run time."""
-    models = [tiny_model("llama"), tiny_model("llama", seed=1, norm_eps=0.5), tiny_model("gemma3_text")]
+    models = [tiny_model("llama"), tiny_model("llama", seed=1, norm_eps=0.5), tiny_model("gemma3_text"), tiny_model("llama", seed=2)]
     for model in models:
         assert compile_decoding(model) > 0
     for model in models:
@@ -138,3 +138,12 @@ def test_without_a_compiler(tmp_path):
                           text=True, env=os.environ | {"CXX": str(tmp_path / "none"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")})
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: --compile: ") and "it needs a C++ compiler" in done.stderr
+
+
+def test_a_compiler_that_is_wrong_is_noticed(monkeypatch):
+    def with_sine_for_cosine(function):
+        return function if function is compiled.head_step else lambda x, w, keys, values, cos, sin, *rest: function(x, w, keys, values, sin, sin, *rest)
+
+    monkeypatch.setattr(compiled, "compiled", with_sine_for_cosine)
+    with pytest.raises(MinipopError, match="computes something else"):
+        compile_decoding(tiny_model())

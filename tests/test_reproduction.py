@@ -115,6 +115,7 @@ def jobs(tmp_path, monkeypatch):
     monkeypatch.setattr(Process, "history", [])
     monkeypatch.setattr(reproduce.subprocess, "Popen", Process)
     monkeypatch.setattr(reproduce.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(reproduce, "report_step", lambda *arguments: None)
     found = []
     for family in ("llama", "gemma3_text"):
         save_tiny(tmp_path / family, family)

@@ -44,11 +44,11 @@ PICTURES = ("256x256",)  # pixels, with 32 tokens of text
 class Sizes:
     """How much is measured. Every method answers the same items."""
 
-    choice_items: int = 60  # of each task with choices
+    choice_items: int = 48  # of each task with choices
     reading_items: int = 40  # of retrieval and continuation
     ablation_items: int = 12  # of the same, in the ablation and the ratio sweep
     generation_items: int = 4  # of GSM8K and HumanEval
-    importance: int = 80  # samples
+    importance: int = 64  # samples
     validation: int = 16  # of them with every layer really removed
     calibration: int = 240  # sequences of 512 tokens, or questions about pictures
     fresh: int = 40  # sequences of 448 tokens that the calibration is measured on
@@ -57,12 +57,13 @@ class Sizes:
     repeats: int = 5  # turns of each timing
     longest: int = 2048  # tokens of the prompts that are timed
     questions: int = 300  # of the tiny VLM's held-out ones
-    timing_dtype: str = "float32"  # bfloat16 where the processor has instructions for it
+    # Of calibration, tasks and timings. Importance, drift, and the losses that a calibration is judged by are taken in float32.
+    dtype: str = "bfloat16" if has_kernels(torch.bfloat16) else "float32"
 
 
-USES = {"importance": ("importance", "validation"), "calibration": ("calibration", "fresh"), "baselines": ("baseline",),
-        "quality": ("choice_items", "reading_items"), "generation": ("generation_items",), "ablation": ("ablation_items",),
-        "sweep": ("ablation_items",), "drift": ("drift",), "speed": ("repeats", "longest", "timing_dtype"),
+USES = {"importance": ("importance", "validation"), "calibration": ("calibration", "fresh", "dtype"), "baselines": ("baseline",),
+        "quality": ("choice_items", "reading_items", "dtype"), "generation": ("generation_items", "dtype"),
+        "ablation": ("ablation_items", "dtype"), "sweep": ("ablation_items", "dtype"), "drift": ("drift",), "speed": ("repeats", "longest", "dtype"),
         "pictures": ("questions", "calibration", "baseline")}  # which sizes a step depends on, by the first word of its name
 
 
@@ -171,17 +172,15 @@ def importance(study: Study) -> dict:
 
 def calibration(study: Study) -> dict:
     """The calibrated K/V at one third and one half, and what they close of the gap on text they have not seen."""
-    # Half the arithmetic where the processor has instructions for it; what is calibrated is measured in float32 all the same.
-    dtype = "bfloat16" if has_kernels(torch.bfloat16) else "float32"
     # Predictions over a quarter of a million ids cost more than all the rest: such a model gets half the samples, half as many predictions in each.
     share = 2 if study.config.vocab_size > 100_000 else 1
     samples = tiny_vl_samples(study) if study.vision else text_samples(study, "calibration", study.sizes.calibration // share, 384 + 128 // share)
     fresh = tiny_vl_samples(study, heldout=True) if study.vision else text_samples(study, "continuation", study.sizes.fresh, 448)
     plans = [PrefillPlan.deepest(study.depth, ratio) for ratio in (1 / 3, 1 / 2)]
-    calibrations = calibrate_cuts(study.model(dtype=dtype), samples, [plan.cut for plan in plans])
+    calibrations = calibrate_cuts(study.model(dtype=study.sizes.dtype), samples, [plan.cut for plan in plans])
     model = study.model()
     full = continuation_loss(model, PrefillPlan.full(study.depth), fresh)
-    found = {"samples": len(samples), "tokens": sum(len(prompt) for prompt, _ in samples), "dtype": dtype, "fresh": len(fresh), "full": full.tolist(),
+    found = {"samples": len(samples), "tokens": sum(len(prompt) for prompt, _ in samples), "dtype": study.sizes.dtype, "fresh": len(fresh), "full": full.tolist(),
              "cuts": []}
     for plan, made, file in zip(plans, calibrations, (study.kv_file, study.kv_half_file)):
         made.projection.notes = {"checkpoint": study.folder.name}
@@ -247,7 +246,7 @@ def drift(study: Study) -> dict:
 
 def speed(study: Study) -> dict:
     """Table 2: time to first token of each method, all in turn; and of each plan of the sweep."""
-    dtype, plain = study.sizes.timing_dtype, study.model(dtype=study.sizes.timing_dtype, packed=True)
+    dtype, plain = study.sizes.dtype, study.model(dtype=study.sizes.dtype, packed=True)
     loaded = {name: (plain if folder == study.folder else pack(load_model(folder, dtype)), plan)
               for name, (folder, plan) in study.methods().items()}
     if study.vision:
@@ -313,7 +312,7 @@ def steps(study: Study) -> list[Step]:
 
 def scores(study: Study, folder: Path, plan: PrefillPlan, tasks: tuple[str, ...], items: int) -> dict:
     """task -> the metric of each item, in order: the same items for every method, so differences can be paired."""
-    model = study.model(folder)
+    model = study.model(folder, study.sizes.dtype, packed=True)
     results = evaluate(model, study.tokenizer(), plan, tasks, limit=items, seed=study.seed, data=study.data, allow_code_execution=True)
     found = {}
     for task in tasks:
