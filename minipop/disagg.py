@@ -17,7 +17,7 @@ What it writes is what one process writes under the same plan (generate.py descr
 made the rows, how many bytes they were, and how much of their way took place behind the computation).
 
 A rank that dies, or is silent for --timeout seconds, ends the prompt it was at with one line; the others go on, and so does a rank that
-was only late. torch.distributed.run itself ends all ranks when one dies: who wants the others to survive starts each rank alone, with
+was only late. One that has died cannot be replaced in a run. torch.distributed.run itself ends all ranks when one dies: who wants the others to survive starts each rank alone, with
 RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment.
 
 Shapes: N tokens, L layers (L' of one message), K kv heads, n rows of one message, E head_dim.
@@ -26,13 +26,14 @@ Shapes: N tokens, L layers (L' of one message), K kv heads, n rows of one messag
 import argparse
 import json
 import os
-import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from hashlib import sha256
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -44,7 +45,7 @@ from torch import Tensor, nn
 from .cache import CachePass, Visible
 from .checkpoint import resolve_checkpoint
 from .cli import (DEFAULT_SEQ_LEN, Parser, add_model_arguments, add_plan_arguments, add_sampling_arguments, clean_text, fail,
-                  load_from, memory_errors, plan_from, run, sampling_from, show_bytes)
+                  check_device, check_outputs, load_from, memory_errors, plan_from, run, sampling_from, show_bytes)
 from .config import read_config
 from .errors import MinipopError, PromptError
 from .files import one_line
@@ -53,13 +54,15 @@ from .inputs import Batch, ModelInputs
 from .links import Link, LinkError, Sender
 from .models import load_model
 from .packing import pack
-from .parallel import local_device, network_reason
+from .parallel import local_device, network_reason, signals_that_end
 from .plan import PrefillPlan
+from .projection import fingerprint
 from .runner import Runner, _Prompt, boundary_lengths, chunk_counts
 from .sampling import SamplingParams
 from .shards import PrefillPart
 
-START = 600.0  # seconds for a rank to appear, which may still be importing, and for all to load their weights
+LOADING = 600.0  # seconds for a rank to load its weights
+ENDING = 5.0  # seconds for the prefill ranks to hear that it is over
 IDLE = 365 * 86400.0  # a prefill rank waits for work as long as rank 0 lives
 END = {"end": True}
 
@@ -230,8 +233,9 @@ def answer_all(links: Sequence[Link], runners: Sequence[DecodeRunner], requests:
     for queue, items in ((waiting, requests), (free, runners)):
         for item in items:
             queue.put(item)
-    for link in links:
-        threading.Thread(target=feed, args=(link, waiting, free, events), daemon=True).start()
+    threads = [threading.Thread(target=feed, args=(link, waiting, free, events), daemon=True) for link in links]
+    for thread in threads:
+        thread.start()
     open_links, unanswered, running = len(links), len(requests), []
     while unanswered:
         ended: list[Request] = []
@@ -266,6 +270,9 @@ def answer_all(links: Sequence[Link], runners: Sequence[DecodeRunner], requests:
                 free.put(request.runner)
             unanswered -= 1
             yield request
+    end = time.monotonic() + ENDING
+    for thread in threads:  # they say goodbye; one whose rank does not listen is left behind
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 # --- the command ----------------------------------------------------------------------------------------------------------------
@@ -286,6 +293,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", metavar="FILE", default="-", help="the answers to --input; - is stdout (default)")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="S",
                         help="seconds without a sign of the other side that end a request (default: 60)")
+    parser.add_argument("--wait", type=float, default=120.0, metavar="S", help="seconds for the other ranks to appear (default: 120)")
     add_model_arguments(parser)
     add_plan_arguments(parser)
     add_sampling_arguments(parser)
@@ -293,47 +301,51 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _disagg(args: argparse.Namespace) -> int:
-    if not 0 < args.timeout <= 86400:
-        raise MinipopError(f"--timeout must be above 0 and at most 86400 seconds, not {args.timeout:g}")
+    for name, seconds in (("--timeout", args.timeout), ("--wait", args.wait)):
+        if not 0 < seconds <= 86400:
+            raise MinipopError(f"{name} must be above 0 and at most 86400 seconds, not {seconds:g}")
     if bool(args.prompt) == bool(args.input) and os.environ.get("RANK", "0") == "0":  # only the decode rank reads them
         raise PromptError("give either --prompt or --input")
-    if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        raise MinipopError("prefill and decode are two processes or more: start them with python -m torch.distributed.run "
-                           "--nproc-per-node 2 -m minipop.disagg ...")
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if args.input and args.image:
+        raise PromptError("--image goes with --prompt; the lines of --input name pictures of their own")
+    rank, size = rank_and_size()
     folder = resolve_checkpoint(args.ckpt)
-    plan = plan_from(args, read_config(folder).num_layers)
-    PrefillPart(plan).config(read_config(folder))  # refuses what cannot be done
+    config = read_config(folder)
+    plan = plan_from(args, config.num_layers)
+    PrefillPart(plan).config(config)  # refuses what cannot be done
+    if (args.max_seq_len or 0) > config.max_position_embeddings:
+        raise PromptError(f"--max-seq-len {args.max_seq_len} exceeds the {config.max_position_embeddings} positions the model was made for: lower it")
     prompts = [] if rank else read_prompts(args.input) if args.input else []
     if args.output != "-" and os.path.lexists(args.output) and not rank:
         raise PromptError(f"{args.output} is there already: choose another --output")
+    if rank == 0 and args.output != "-":
+        check_outputs({"--output": args.output})
     args.device = local_device(args.device)
-    if rank == 0 and "TORCHELASTIC_RUN_ID" not in os.environ:  # started by hand, as the others will be
-        others = "rank 1" if size == 2 else f"ranks 1 to {size - 1}"
-        print(f"waiting for {others}, {START:g} s at most", file=sys.stderr, flush=True)
+    check_device(args.device)
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # started by hand, as the others will be
+        others = "the decode rank, rank 0" if rank else "rank 1" if size == 2 else f"ranks 1 to {size - 1}"
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        print(f"rank {rank} waits for {others}, at {place}, {args.wait:g} s at most", file=sys.stderr, flush=True)
     with signals_that_end():
         try:
-            store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=START)))
+            store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=args.wait)))
         except (RuntimeError, ValueError) as problem:
             raise MinipopError(f"rank {rank} cannot reach the others: {network_reason(problem)}") from None
         links = [Link(store, number, rank, args.timeout) for number in (range(1, size) if rank == 0 else [rank])]
         for link in links:
-            link.connect(START)
+            link.connect(args.wait)
     return _decode(args, folder, plan, prompts, links) if rank == 0 else _prefill(args, folder, plan, links[0])
 
 
-@contextmanager
-def signals_that_end() -> Iterator[None]:
-    """While ranks wait for each other, inside PyTorch, Python's handlers do not run: SIGTERM and Ctrl-C end the process by themselves."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def rank_and_size() -> tuple[int, int]:
+    """RANK and WORLD_SIZE. Raises MinipopError unless they are those of one of two processes or more."""
+    texts = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")]
+    if not texts[0] or texts[1] in ("", "0", "1"):
+        raise MinipopError("prefill and decode are two processes or more: start them with python -m torch.distributed.run "
+                           "--nproc-per-node 2 -m minipop.disagg ...")
+    if not all(text.isdecimal() and len(text) < 6 for text in texts) or int(texts[0]) >= int(texts[1]):
+        raise MinipopError(f"RANK must be a number from 0 to WORLD_SIZE - 1; they are {texts[0]!r} and {texts[1]!r}")
+    return int(texts[0]), int(texts[1])
 
 
 def _prefill(args: argparse.Namespace, folder: Path, plan: PrefillPlan, link: Link) -> int:
@@ -341,8 +353,8 @@ def _prefill(args: argparse.Namespace, folder: Path, plan: PrefillPlan, link: Li
         torch.set_num_threads(args.threads)
     part = PrefillPart(plan)
     model = pack(load_model(folder, args.dtype, args.device, part=part))
-    link.send_json({"share": part.share, **_identity(model, plan)}, limit=START)
-    runner = PrefillRunner(model, plan, link.receive_json(limit=START)["max_seq_len"])
+    link.send_json({"share": part.share, **_identity(model, plan)}, limit=LOADING)
+    runner = PrefillRunner(model, plan, link.receive_json(limit=LOADING)["max_seq_len"])
     if runner.stacked_kv() is not None:  # it has a copy of them
         for i in plan.skip:
             model.layers[i].attn.qkv = None
@@ -353,7 +365,8 @@ def _prefill(args: argparse.Namespace, folder: Path, plan: PrefillPlan, link: Li
 def _identity(model: nn.Module, plan: PrefillPlan) -> dict[str, Any]:
     """What both sides must have in common for rows of one to be of use to the other."""
     config = model.config
-    return {"plan": plan.describe(), "dtype": str(model.embedding.weight.dtype),
+    return {"plan": plan.describe(), "calibrated K/V": None if plan.kv is None else sha256(Path(plan.kv).read_bytes()).hexdigest()[:16],
+            "dtype": str(model.embedding.weight.dtype), "weights": fingerprint(model, 0),
             "model": [config.family, config.num_layers, config.hidden_size, config.num_kv_heads, config.head_dim, config.vocab_size]}
 
 
@@ -372,10 +385,12 @@ def _decode(args: argparse.Namespace, folder: Path, plan: PrefillPlan, prompts: 
     runners = [DecodeRunner(model, replace(plan, kv=None), max_seq_len) for _ in range(len(links) + 1)]
     requests = [Request(prompt, runners[0]._sequences(prompt.inputs(tokenizer, processor))[0]) for prompt in prompts]
     for link in links:
-        hello = link.receive_json(limit=START)
+        hello = link.receive_json(limit=LOADING)
         share = hello.pop("share")
-        if hello != _identity(model, plan):
-            raise MinipopError(f"{link.other} was started with another model, dtype or plan: {hello} there, {_identity(model, plan)} here")
+        mine = _identity(model, plan)
+        different = [f"{key} ({hello.get(key)} there, {mine[key]} here)" for key in mine if hello.get(key) != mine[key]]
+        if different:
+            raise MinipopError(f"{link.other} was started with another model, dtype or plan: {', '.join(different)}")
         link.send_json({"max_seq_len": max_seq_len})
         print(f"{link.other} holds {share:.1%} of the weights ({plan.describe()})", file=sys.stderr, flush=True)
 
@@ -424,5 +439,17 @@ def _report(requests: Sequence[Request]) -> None:
               file=sys.stderr, flush=True)
 
 
+def _program() -> None:
+    """The command as a process of its own, without the interpreter's farewell: a thread that gloo still holds, for a rank that is gone, would abort it."""
+    try:
+        code = main()
+    except SystemExit as end:  # --help, SIGTERM
+        code = end.code if isinstance(end.code, int) else 0
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _program()

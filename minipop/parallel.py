@@ -24,6 +24,8 @@ import contextlib
 import itertools
 import os
 import re
+import signal
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -183,6 +185,20 @@ class GatheredLinear(nn.Module):
 # --- command lines: rank 0 leads ------------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def signals_that_end() -> Iterator[None]:
+    """While ranks wait for each other, inside PyTorch, Python's handlers do not run: SIGTERM and Ctrl-C end the process by themselves."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def join(tp: int, device: str = "cpu") -> "Team | None":
     """For `--tp`: None for one process, the team on rank 0 of several. The other ranks stay in here until rank 0 ends.
 
@@ -197,10 +213,15 @@ def join(tp: int, device: str = "cpu") -> "Team | None":
                               f"add --tp {world}, or start without torch.distributed.run"))
     if tp == 1:
         return None
+    if str(device).startswith("cuda") and not torch.cuda.is_available():
+        if os.environ.get("RANK", "0") != "0":
+            raise SystemExit(2)
+        raise MinipopError(f"--device {device} cannot be used: PyTorch finds no GPU here")
     try:
         if str(device).startswith("cuda"):
             torch.cuda.set_device(local_device(device))
-        dist.init_process_group("nccl" if str(device).startswith("cuda") else "gloo", timeout=PASS)
+        with signals_that_end():
+            dist.init_process_group("nccl" if str(device).startswith("cuda") else "gloo", timeout=PASS)
         team = Team()
     except (RuntimeError, ValueError) as problem:  # no network, no such GPU, no address in the environment
         raise MinipopError(f"--tp {tp}: the processes do not find each other: {one_line(problem)}") from None

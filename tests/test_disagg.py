@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -29,6 +30,11 @@ from tests.tiny import CONFIGS, close, random_ids, tiny_config
 ROOT = Path(__file__).resolve().parent.parent
 PLANS = {"1/3": PrefillPlan.deepest(6), "2/3": PrefillPlan.deepest(6, 2 / 3), "full": PrefillPlan.full(6), "1,4": PrefillPlan(6, {1, 4})}
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=8)
+
+
+def ended_ranks(worker, size: int, *arguments) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each rank, without the line that says whom it waits for."""
+    return [one and (*one[:2], re.sub(r"^rank \d waits for .*\n", "", one[2])) for one in run_ranks(worker, size, *arguments)]
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +188,7 @@ TEXTS = ["a long question that goes on.", "abc", "", "What is it?", "the end of"
     (2, [], GREEDY), (3, ["--temperature", 0.9, "--seed", 5], SamplingParams(temperature=0.9, seed=5, max_new_tokens=8))])
 def test_answers_are_those_of_one_process(folders, tmp_path, size, options, params):
     files = write_prompts(tmp_path, TEXTS)
-    ended = run_ranks(worker, size, ["--ckpt", folders["llama"], *files, "--max-new-tokens", 8, *options])
+    ended = ended_ranks(worker, size, ["--ckpt", folders["llama"], *files, "--max-new-tokens", 8, *options])
     assert [code for code, *_ in ended] == [0] * size, ended
     answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert [(answer["index"], answer["id"]) for answer in answers] == [(i, i) for i in range(len(TEXTS))]
@@ -206,7 +212,7 @@ def test_answers_are_those_of_one_process(folders, tmp_path, size, options, para
 def test_a_rank_that_stalls_ends_one_request_and_serves_the_next(folders, tmp_path, late):
     files = write_prompts(tmp_path, TEXTS[:2])
     arguments = ["--ckpt", folders["llama"], *files, "--max-new-tokens", 4, "--timeout", 4]
-    decode, prefill = run_ranks(worker, 2, arguments, ("stalls", late, 3))
+    decode, prefill = ended_ranks(worker, 2, arguments, ("stalls", late, 3))
     failed, answer = map(json.loads, (tmp_path / "answers.jsonl").read_text().splitlines())
     assert failed["error"].startswith("prefill rank 1 was silent for 4 s" if late else "prefill rank 1 is gone: ")
     assert answer["token_ids"] == alone(folders["llama"], TEXTS[1], PLANS["1/3"], SamplingParams(temperature=0.0, max_new_tokens=4))
@@ -219,7 +225,7 @@ def test_a_rank_that_stalls_ends_one_request_and_serves_the_next(folders, tmp_pa
 def test_a_rank_that_dies_leaves_its_work_to_the_others(folders, tmp_path):
     files = write_prompts(tmp_path, TEXTS)
     arguments = ["--ckpt", folders["llama"], *files, "--max-new-tokens", 4, "--timeout", 5]
-    decode, dead, other = run_ranks(worker, 3, arguments, ("dies", 1, 2))
+    decode, dead, other = ended_ranks(worker, 3, arguments, ("dies", 1, 2))
     answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     failed = [answer for answer in answers if "error" in answer]
     assert dead is None and len(failed) == 1 and failed[0]["error"].startswith("prefill rank 1 is gone: ")
@@ -232,7 +238,7 @@ def test_a_rank_that_dies_leaves_its_work_to_the_others(folders, tmp_path):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_no_hang_when_the_only_other_rank_dies(folders, tmp_path, victim):
     files = write_prompts(tmp_path, TEXTS[:3])
-    ended = run_ranks(worker, 2, ["--ckpt", folders["llama"], *files, "--timeout", 3], ("dies", victim, 1))
+    ended = ended_ranks(worker, 2, ["--ckpt", folders["llama"], *files, "--timeout", 3], ("dies", victim, 1))
     code, _, err = ended[1 - victim]
     assert ended[victim] is None and code == 2 and "Traceback" not in err
     if victim:
@@ -249,7 +255,7 @@ def test_pictures(tmp_path):
     """The committed tiny Qwen3-VL, in bfloat16 as in its file: what it sees travels as rows."""
     folder, picture = ROOT / "weights" / "tiny-qwen3-vl", ROOT / "examples" / "shapes.png"
     question = "What is left of the yellow diamond?"
-    ended = run_ranks(worker, 2, ["--ckpt", folder, "--image", picture, "--prompt", question, "--ratio", "1/4"])
+    ended = ended_ranks(worker, 2, ["--ckpt", folder, "--image", picture, "--prompt", question, "--ratio", "1/4"])
     model, processor = minipop.load_model(folder), minipop.load_processor(folder)
     inputs = processor([{"role": "user", "content": [{"type": "image", "image": str(picture)}, {"type": "text", "text": question}]}])
     ids = list(Runner(model, PrefillPlan.deepest(8, 1 / 4), 256).generate(inputs, SamplingParams(temperature=0.0)))
@@ -279,7 +285,7 @@ def test_answers_are_not_overwritten(folders, tmp_path, monkeypatch, capsys):
 
 @needs_forkserver
 def test_the_two_sides_must_agree(folders, tmp_path):
-    ended = run_ranks(disagreeing_worker, 2, ["--ckpt", folders["llama"], "--prompt", "abc", "--timeout", 3])
+    ended = ended_ranks(disagreeing_worker, 2, ["--ckpt", folders["llama"], "--prompt", "abc", "--timeout", 3])
     assert ended[0][0] == 2 and "prefill rank 1 was started with another model, dtype or plan: " in ended[0][2]
     assert ended[1][0] == 2 and ended[1][2].startswith("error: the decode rank ") and ended[1][2].count("\n") == 1
 
@@ -324,7 +330,41 @@ def test_the_decode_rank_says_that_it_waits(folders):
     environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, "-m", "minipop.disagg", "--ckpt", folders["qwen2"], "--prompt", "a"], env=environment,
                                stderr=subprocess.PIPE, text=True, cwd=ROOT)
-    assert process.stderr.readline().startswith("waiting for ranks 1 to 2, ")
+    assert process.stderr.readline().startswith(f"rank 0 waits for ranks 1 to 2, at 127.0.0.1:{port}, 120 s")
     process.terminate()
     process.communicate(timeout=60)
     assert process.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)  # inside PyTorch's wait, or just before it
+
+
+@pytest.mark.parametrize("rank, size, message", [("x", "2", "RANK must be a number"), ("5", "2", "RANK must be a number"), ("-1", "2", "RANK must be"),
+                                                 ("0", "two", "RANK must be"), ("0", "1", "two processes or more")])
+def test_wrong_ranks(rank, size, message, folders, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", size)
+    assert disagg.main(["--ckpt", str(folders["llama"]), "--prompt", "a"]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options, message", [(["--prompt", "a", "--wait", "0"], "--wait must be above 0"), (["--input", "p.jsonl", "--image", "x.png"], "--image goes with --prompt"),
+                                              (["--prompt", "a", "--max-seq-len", "999999"], "exceeds the"), (["--prompt", "a", "--device", "rocket"], "--device rocket cannot be used")])
+def test_mistakes_before_the_others_are_waited_for(options, message, folders, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert disagg.main(["--ckpt", str(folders["llama"]), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_ranks_know_each_other_by_their_weights_and_calibrated_rows(folders, tmp_path):
+    """Another checkpoint of the same sizes, or another K/V file for the same layers, is another model."""
+    model, other = minipop.load_model(folders["llama"]), minipop.load_model(folders["llama"])
+    other.layers[1].attn.qkv.weight.mul_(-1.5)
+    plan = PLANS["1/3"]
+    files = []
+    for number in range(2):
+        weight = KVProjection.of(model, 4).weight + number
+        files.append(str(tmp_path / f"{number}.safetensors"))
+        KVProjection(weight, torch.zeros(len(weight)), 4, 6, fingerprint(model, 4)).save(files[-1])
+    made = [disagg._identity(model, plan), disagg._identity(other, plan), *(disagg._identity(model, PrefillPlan.deepest(6, 1 / 3, kv=file)) for file in files)]
+    assert all(made[i] != made[j] for i in range(4) for j in range(i))
+    part = PrefillPart(plan)
+    assert disagg._identity(minipop.load_model(folders["llama"], part=part), plan) == made[0]
