@@ -409,18 +409,20 @@ def load_reference(path: str, dtype: torch.dtype, device: torch.device):
 def draw(rows: list[Row], path: str) -> None:
     """Two panels over the prompt length: speed-up over full, the ideal by operations dashed; and time per prompt token."""
     pyplot = load_pyplot()
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
-    for batch in sorted({r.batch for r in rows}):
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    batches = sorted({r.batch for r in rows})
+    for batch in batches:
         mine = [r for r in rows if r.batch == batch and r.label.isdecimal()]  # not ragged, no pictures
         x = [r.lengths[0] for r in mine]
         for name in (t.name for t in mine[0].timings):
             medians = [next(t for t in r.timings if t.name == name).median for r in mine]
-            line, = right.plot(x, [1e6 * s / sum(r.lengths) for s, r in zip(medians, mine)], marker="o", label=f"{name}, batch {batch}")
+            line, = right.plot(x, [1e6 * s / sum(r.lengths) for s, r in zip(medians, mine)], marker="o",
+                               label=name if len(batches) == 1 else f"{name}, batch {batch}")
             if name == "full":
                 continue
             values = [r.speedup(name) for r in mine]
             spread = [[v[0] - v[1] for v in values], [v[2] - v[0] for v in values]]  # to the lowest and the highest of the turns
-            left.errorbar(x, [v[0] for v in values], spread, marker="o", capsize=3, elinewidth=0.7, label=f"{name}, batch {batch}", color=line.get_color())
+            left.errorbar(x, [v[0] for v in values], spread, marker="o", capsize=3, elinewidth=0.7, color=line.get_color())
             if mine[0].ideal(name) != 1:
                 left.plot(x, [r.ideal(name) for r in mine], linestyle="--", color=line.get_color())
     left.set(xscale="log", xlabel="prompt tokens", ylabel="speed-up over full (dashed: by operations)")
@@ -430,8 +432,7 @@ def draw(rows: list[Row], path: str) -> None:
         axes.set_xticks(ticks, map(str, ticks))
         axes.minorticks_off()
         axes.grid(alpha=0.3)
-        axes.legend()
-    figure.tight_layout()
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     save_figure(figure, path)
     pyplot.close(figure)
 
