@@ -139,8 +139,8 @@ def report_step(job: Job, number: int, count: int) -> None:
 def run_side_by_side(todo: list[Job], lanes: int, options: list) -> None:
     """Each step in a process of its own, `lanes` of them at a time with an equal share of the cores; what is timed comes last, alone.
 
-    Two processes of one thread each get more done than one of two: most operations of a small model are too short to share. A process that
-    fails says why itself; then nothing new is started, and what runs is waited for.
+    Two processes of one thread each get more done than one of two: most operations of a small model are too short to share. When a process
+    fails, its last line says why; then nothing new is started, and what runs is waited for.
     """
     cores = os.cpu_count() or 1
 
@@ -148,8 +148,11 @@ def run_side_by_side(todo: list[Job], lanes: int, options: list) -> None:
         threads = cores if job.step.alone else max(1, cores // lanes)
         command = [sys.executable, __file__, "--ckpt", job.study.folder, "--step", job.step.name, *options]
         print(f"{job.study.folder.name}, {job.step.name} ...", flush=True, file=sys.stderr)
-        quiet = {"OMP_NUM_THREADS": str(threads), "TQDM_DISABLE": "1"}  # bars of several processes would overwrite each other
-        return subprocess.Popen(list(map(str, command)), env=os.environ | quiet)
+        with open(log(job), "wb") as file:  # bars of several processes would overwrite each other
+            return subprocess.Popen(list(map(str, command)), env=os.environ | {"OMP_NUM_THREADS": str(threads)}, stderr=file)
+
+    def log(job: Job) -> Path:
+        return job.study.results / f"{job.step.name}.log"
 
     # Round the checkpoints, so that the long steps at the beginning of each start first.
     waiting = [job for group in zip_longest(*by_checkpoint(todo)) for job in group if job is not None]
@@ -171,7 +174,9 @@ def run_side_by_side(todo: list[Job], lanes: int, options: list) -> None:
                 if process.returncode:
                     failed.append(job)
                     waiting.clear()
+                    print(*log(job).read_text(errors="replace").splitlines()[-1:], f"(all it said is in {log(job)})", file=sys.stderr)
                 else:
+                    log(job).unlink(missing_ok=True)
                     ended += 1
                     report_step(job, ended, len(todo))
             time.sleep(0.1)

@@ -79,7 +79,7 @@ def test_a_step_is_made_once(tmp_path, data):  # noqa: F811
                                tmp_path / "results", *options], capture_output=True, text=True)
 
     first = run("--only", "quality full,quality POP")
-    assert first.returncode == 2 and "run the step 'calibration' first (--only calibration)\n" in first.stderr
+    assert first.returncode == 2 and "run the step 'calibration' first (--only calibration) (all it said is in " in first.stderr
     made = json.loads((tmp_path / "results" / "tiny" / "quality POP.json").read_text())
     assert len(made["result"]["minipop_piqa"]) == 4 == made["settings"]["choice_items"]
     again = run("--only", "quality full")
@@ -95,7 +95,7 @@ class Process:
     history: list[tuple[str, str, set[str]]] = []  # of each start: checkpoint, step, what ran beside it
     codes: dict[str, int] = {}
 
-    def __init__(self, command, env):
+    def __init__(self, command, env, stderr):
         self.name, self.threads, self.asked, self.returncode = command[command.index("--step") + 1], env["OMP_NUM_THREADS"], 0, None
         Process.history.append((Path(command[command.index("--ckpt") + 1]).name, self.name, {other.name for other in Process.running}))
         Process.running.append(self)
@@ -119,6 +119,7 @@ def jobs(tmp_path, monkeypatch):
     found = []
     for family in ("llama", "gemma3_text"):
         save_tiny(tmp_path / family, family)
+        (tmp_path / "results" / family).mkdir(parents=True)
         study = Study(tmp_path / family, tmp_path / "results" / family, tmp_path, QUICK)
         found += [reproduce.Job(study, step) for step in steps(study)]
     return found
