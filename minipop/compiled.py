@@ -27,7 +27,7 @@ from .cache import KVCache, Span, visibility
 from .decoding import fits
 from .errors import MinipopError
 from .files import one_line
-from .layers import Rope, activation
+from .layers import Rope, activation, rotate
 from .models.gemma import GemmaLayer
 from .packing import PackedLinear
 
@@ -85,7 +85,7 @@ class CompiledToken:
             self._check(rows, model)
 
     def _check(self, rows: int, model: nn.Module) -> None:
-        """Nothing is checked later, so here: the compiled layer against the written one, with other numbers and another number of rows."""
+        """Nothing is checked later, so here: the compiled layer and head against the written ones, with other numbers and another number of rows."""
         config, dtype = self.config, model.embedding.weight.dtype
         generator = torch.Generator().manual_seed(rows)
 
@@ -95,13 +95,13 @@ class CompiledToken:
         x, cos, sin = random(config.hidden_size), random(config.head_dim), random(config.head_dim)
         stores = [random(config.num_kv_heads, 16, config.head_dim) for _ in range(2)]
         results = []
-        for layer in (self._layer, layer_step):
+        for layer, head in ((self._layer, self._head), (layer_step, head_step)):
             keys, values = (store.clone()[:, :rows] for store in stores)
             out = layer(x, self.weights[-1], keys, values, cos, sin, *self.constants)
-            results.append((out, keys, values))
-        for compiled, written in zip(*results):
-            if not torch.allclose(compiled.float(), written.float(), rtol=0.05, atol=0.05 * float(written.abs().max())):
-                raise MinipopError("what the compiler made of a layer computes something else: is its cache damaged?")
+            results.append((out, keys, values, head(x, *self.head)))
+        for made, written in zip(*results):
+            if not torch.allclose(made.float(), written.float(), rtol=0.05, atol=0.05 * float(written.abs().max())):
+                raise MinipopError("what the compiler made of a layer or the head computes something else: is its cache damaged?")
 
     def __call__(self, x: Tensor, rope: list[Rope], cache: KVCache, start: int, layers: range) -> Tensor:
         """The stream x [1, 1, D] of the token at column `start` >= 1 of row 0 after `layers`, [1, 1, D]; writes its K/V. rope: see OneToken."""
@@ -170,8 +170,8 @@ def layer_step(x: Tensor, w: LayerWeights, keys: Tensor, values: Tensor, cos: Te
     groups, _, width = keys.shape
     rows = matvec(w.qkv, norm(x, w.input_norm, eps), w.qkv_bias).view(-1, width)  # [H + 2K, E]
     q, k, v = rows.split([len(rows) - 2 * groups, groups, groups])
-    q = rotate(q if w.q_norm is None else norm(q, w.q_norm, eps), cos, sin)  # [H, E]
-    k = rotate(k if w.k_norm is None else norm(k, w.k_norm, eps), cos, sin)  # [K, E]
+    q = rotate(q if w.q_norm is None else norm(q, w.q_norm, eps), (cos, sin))  # [H, E]
+    k = rotate(k if w.k_norm is None else norm(k, w.k_norm, eps), (cos, sin))  # [K, E]
     keys[:, -1], values[:, -1] = k, v
     # The heads that share a kv head are the query rows of one product.
     out = F.scaled_dot_product_attention(q.to(x.dtype).view(1, groups, -1, width), keys[None], values[None], scale=scale)
@@ -203,9 +203,3 @@ def norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
 
 def branch(x: Tensor, post_norm: Tensor | None, eps: float) -> Tensor:
     return x if post_norm is None else norm(x, post_norm, eps)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding, x [heads, E]: see `layers.rotate`."""
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((-second, first), -1) * sin

@@ -17,8 +17,8 @@ What it writes is what one process writes under the same plan (generate.py descr
 made the rows, how many bytes they were, and how much of their way took place behind the computation).
 
 A rank that dies, or is silent for --timeout seconds, ends the prompt it was at with one line; the others go on, and so does a rank that
-was only late. One that has died cannot be replaced in a run. torch.distributed.run itself ends all ranks when one dies: who wants the others to survive starts each rank alone, with
-RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment.
+was only late. One that has died cannot be replaced in a run. torch.distributed.run itself ends all ranks when one dies: who wants the
+others to survive starts each rank alone, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment.
 
 Shapes: N tokens, L layers (L' of one message), K kv heads, n rows of one message, E head_dim.
 """

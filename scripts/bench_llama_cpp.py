@@ -26,7 +26,7 @@ import torch  # noqa: E402
 
 import fetch_weights  # noqa: E402
 from minipop import PrefillPlan, Runner, load_model  # noqa: E402
-from minipop.cli import Parser, positive, run  # noqa: E402
+from minipop.cli import Parser, check_outputs, positive, run  # noqa: E402
 from minipop.compiled import compile_decoding  # noqa: E402
 from minipop.errors import MinipopError  # noqa: E402
 from minipop.files import write_text  # noqa: E402
@@ -81,6 +81,9 @@ def bench() -> int:
     library = args.node_modules / "node-llama-cpp" / "dist" / "index.js"
     if shutil.which("node") is None or not library.is_file():
         raise MinipopError(f"{library} or node itself is missing: install Node.js, and run npm install node-llama-cpp there")
+    if fetch_weights.gguf is None:
+        raise MinipopError("writing the weights for llama.cpp needs the gguf package: install the demo extra, pip install -e '.[demo]' in the repository")
+    check_outputs({"--json": args.json})
     if not fetch_weights.is_complete(ROOT / "weights" / NAME):
         raise MinipopError(f"weights/{NAME} is missing: python scripts/fetch_weights.py {NAME}")
     torch.set_num_threads(args.threads)
@@ -107,8 +110,7 @@ def bench() -> int:
 
 def write_gguf(path: Path) -> None:
     """The package's file with its matrices in bfloat16, as minipop's checkpoint has them; norms stay float32."""
-    import gguf
-
+    gguf = fetch_weights.gguf
     source = fetch_weights.SOURCES[NAME]
     downloads = path.parent / "downloads"
     downloads.mkdir()

@@ -90,7 +90,7 @@ def measure_all(args: argparse.Namespace) -> None:
         chosen = [Job(study, step) for step in steps(study)]
         jobs += [job for job in chosen if (job.step.name == args.step if args.step else any(word in job.step.name for word in words))]
     if not jobs:
-        raise MinipopError(f"--only {args.only}: no step has such a name; there are {', '.join(job.step.name for job in chosen)}")
+        raise MinipopError(f"--only {args.only or args.step}: no step has such a name; there are {', '.join(job.step.name for job in chosen)}")
     todo = [job for job in jobs if not job.done and (args.allow_code_execution or not job.step.name.startswith("generation"))]
     begin = time.perf_counter()
     if args.jobs == 1 or len(todo) < 2:
