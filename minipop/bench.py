@@ -297,7 +297,7 @@ def main(argv: list[str] | None = None) -> int:
           f"torch {torch.__version__}  {processor_name(device)}")
     print(describe_loading(loading, size))
     if compile_seconds is not None:
-        print(f"one token's way compiled in {compile_seconds:.1f} s")
+        print(f"one token's way compiled in {compile_seconds:.1f} s; it serves batches of 1 only")
     print(f"this machine now: matrix products {rates['matmul_flops'] / 1e9:.0f} GFLOP/s, memory read at {rates['read_bytes'] / 1e9:.1f} "
           f"and copied at {rates['copy_bytes'] / 1e9:.1f} GB/s\n")
 

@@ -59,14 +59,14 @@ class CompiledToken:
         tied = config.tie_word_embeddings and isinstance(model.head, PackedLinear)  # then the plain matrix is still there, as the embedding
         self.head = model.norm.scale(), model.embedding.weight if tied else model.head.weight, model.norm.eps
         self.cap = config.final_logit_softcapping
-        self._layer, self._head = compiled(layer_step), compiled(head_step)
         try:
+            self._layer, self._head = compiled(layer_step), compiled(head_step)
             self._warm_up(model)
         except MinipopError as problem:
             raise MinipopError(f"--compile: {problem}") from None
         except Exception as problem:  # whatever the compiler's many parts raise
             raise MinipopError("--compile: PyTorch could not compile a decode step; it needs a C++ compiler, such as g++ (the environment variable "
-                               f"CXX names another), and Python's headers: {one_line(problem)}") from None
+                               f"CXX names another), Python's headers, and a folder for what it makes (TORCHINDUCTOR_CACHE_DIR): {one_line(problem)}") from None
 
     @torch.no_grad()
     def _warm_up(self, model: nn.Module) -> None:
