@@ -17,9 +17,10 @@ import math
 import mmap
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -277,14 +278,15 @@ class Checkpoint:
             data = data.clone()
         return data.view(entry.dtype).view(entry.shape)
 
-    def release(self, name: str) -> None:
-        """Tell the operating system that a tensor's pages are not needed any more (it was copied to where it belongs).
+    def release(self, name: str, begin: int = 0, end: int | None = None) -> None:
+        """Tell the operating system that a tensor's pages, or those of its bytes begin .. end - 1, are not needed any more.
 
-        Only whole pages that no other tensor shares are given back. Reading the tensor again is allowed and reads the file again.
+        (They were copied to where they belong.) Only whole pages that nothing else shares are given back. Reading the tensor again is
+        allowed and reads the file again.
         """
         entry = self._entry(name)
-        first = -(-entry.start // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = (entry.start + entry.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+        first = -(-(entry.start + begin) // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (entry.start + min(entry.nbytes if end is None else end, entry.nbytes)) // mmap.PAGESIZE * mmap.PAGESIZE - first
         if length > 0 and entry.path in self._maps and hasattr(mmap, "MADV_DONTNEED"):  # a hint: Windows has no such call
             self._maps[entry.path].madvise(mmap.MADV_DONTNEED, first, length)
 
@@ -403,7 +405,7 @@ def load_parameters(
     `ignore` lists checkpoint tensors that the model may leave out: names, or patterns such as "*rotary_emb.inv_freq".
 
     A parameter on the CPU with one source, in the right dtype and at a multiple of ALIGNMENT, is not copied: it stays a view of
-    the mapped file (writing to it never changes the file). Everything else is copied, tensor by tensor, and gives its file pages
+    the mapped file (writing to it never changes the file). Everything else is copied, piece by piece, and gives its file pages
     back, so memory peaks near the model's own size.
 
     Raises CheckpointError, before anything is assigned, naming tensors and files: a parameter without a source, a source that is
@@ -440,7 +442,7 @@ def load_parameters(
             for source in parts:
                 part = checkpoint.tensor(source)
                 rows = tensor if len(parts) == 1 else tensor.narrow(0, row, len(part))
-                if not _copy(rows, part, check_finite):
+                if not _copy(rows, part, check_finite, partial(checkpoint.release, source)):
                     faults.append(_fault(checkpoint, source, wanted))
                 row += 0 if len(parts) == 1 else len(part)
                 checkpoint.release(source)
@@ -540,14 +542,18 @@ def _concatenated(shapes: list[tuple[int, ...]]) -> tuple[int, ...] | None:
     return (sum(shape[0] for shape in shapes), *first[1:])
 
 
-def _copy(target: Tensor, source: Tensor, check_finite: bool) -> bool:
-    """Copy `source` over `target` (contiguous, same shape), converting dtype and device. False if the result is not finite."""
+def _copy(target: Tensor, source: Tensor, check_finite: bool, release: Callable[[int, int], None]) -> bool:
+    """Copy `source` over `target` (contiguous, same shape), converting dtype and device. False if the result is not finite.
+
+    release: told which of the source's bytes have been copied, so that a large tensor never lies in memory twice.
+    """
     target, source = target.view(-1), source.view(-1)
     finite = True
     for start in range(0, target.numel(), CHUNK):
         chunk = target[start : start + CHUNK]
         chunk.copy_(source[start : start + CHUNK])
         finite = finite and (not check_finite or _all_finite(chunk))
+        release(start * source.element_size(), (start + CHUNK) * source.element_size())
     return finite
 
 

@@ -28,6 +28,7 @@ from minipop.checkpoint import (
 )
 from minipop.errors import CheckpointError, ConfigError, MinipopError
 from minipop.files import read_json
+from minipop.measuring import peak_memory
 from minipop.saving import save_checkpoint, save_tensors
 
 
@@ -674,6 +675,18 @@ def test_impossible_dtype_and_device(tmp_path):
     for device in ["nonsense", "cuda:99"]:
         with fails(f"device '{device}' cannot be used"):
             load_parameters(model, checkpoint, SOURCES, dtype=torch.float32, device=device)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_large_tensor_that_must_be_copied_is_never_in_memory_twice(tmp_path):
+    """Such as Gemma's embedding at an odd address: with its file's pages beside the copy, loading would peak at twice its size."""
+    size = 64 * 2**20
+    save_file({"w": torch.ones(size // 4096, 2048, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = nn.Linear(2048, size // 4096, bias=False)
+    with peak_memory(torch.device("cpu")) as peak:
+        load(model, Checkpoint.open(tmp_path), {"weight": ("w",)}, dtype=torch.float16)
+    assert size <= peak.bytes < 1.3 * size
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
