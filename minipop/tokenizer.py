@@ -20,13 +20,14 @@ import codecs
 import functools
 import operator
 import re
+from pathlib import Path
 from typing import Any, Iterable, Iterator
 
 from .chat_template import ChatTemplate, Refusal
 from .errors import TokenizerError
 from .tokenizer_files import TokenizerFiles, component_state, has_tokenizer, native_errors, read_tokenizer_files
 
-__all__ = ["StreamDecoder", "Tokenizer", "has_tokenizer", "load_tokenizer"]
+__all__ = ["StreamDecoder", "Tokenizer", "has_tokenizer", "load_token_ids", "load_tokenizer"]
 
 ROLES = ("system", "user", "assistant")
 _KEYWORDS = (*ROLES, "text", "image")  # words of a conversation that templates compare, so they are left as they are
@@ -44,6 +45,12 @@ def load_tokenizer(path) -> Tokenizer:
     Raises TokenizerError for files that are missing or malformed, by name and field.
     """
     return Tokenizer(read_tokenizer_files(path))
+
+
+def load_token_ids(path) -> tuple[int, tuple[int, ...]]:
+    """`num_token_ids` and `eos_token_ids` of the tokenizer in a folder, for a fraction of the memory that reading all of it takes."""
+    tokenizer = Tokenizer(read_tokenizer_files(path, merges=False))
+    return tokenizer.num_token_ids, tokenizer.eos_token_ids
 
 
 class Tokenizer:
@@ -84,7 +91,8 @@ class Tokenizer:
         literals = self._template.literals if self._template else ""
         added = [token.content for token in backend.get_added_tokens_decoder().values()]
         markers = {text for text in added if _BRACKETED.fullmatch(text) and text in literals}
-        normalize = self._normalize if backend.normalizer is not None else None
+        # No method of this object: it would hold itself, and a large tokenizer's memory would wait for the garbage collector.
+        normalize = None if backend.normalizer is None else functools.partial(_normalize, backend, self._folder)
         self._special = _ControlTokens(files.special, normalize)
         self._controls = _ControlTokens(files.special | markers, normalize)
 
@@ -191,10 +199,6 @@ class Tokenizer:
         with native_errors(f"{self._folder}: the text cannot be encoded"):  # say, a word when there is no unknown token
             return self._backend.encode(text, add_special_tokens=False).ids
 
-    def _normalize(self, text: str) -> str:
-        with native_errors(f"{self._folder}: the text cannot be normalized"):
-            return self._backend.normalizer.normalize_str(text)
-
     def _encode_piece(self, piece: str, first: bool) -> list[int]:
         if first:
             return self._ids(piece)
@@ -266,6 +270,11 @@ class Tokenizer:
     def _check_control(self, token: str) -> None:
         if token not in self._controls.tokens:
             raise TokenizerError(f"{token!r} is no control token here, so one typed by a user cannot be told from the template's")
+
+
+def _normalize(backend, folder: Path, text: str) -> str:
+    with native_errors(f"{folder}: the text cannot be normalized"):
+        return backend.normalizer.normalize_str(text)
 
 
 def _texts(content: str | list[dict]) -> list[str]:

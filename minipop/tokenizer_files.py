@@ -40,8 +40,11 @@ def has_tokenizer(path) -> bool:
     return any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
 
 
-def read_tokenizer_files(path) -> TokenizerFiles:
-    """See `minipop.tokenizer.load_tokenizer`. Raises TokenizerError that names the file and the field."""
+def read_tokenizer_files(path, merges: bool = True) -> TokenizerFiles:
+    """See `minipop.tokenizer.load_tokenizer`. Raises TokenizerError that names the file and the field.
+
+    merges: False leaves out the merges of tokenizer.json's BPE, which are most of it: what is left knows its ids but cannot encode.
+    """
     folder = Path(path)
     if not folder.is_dir():
         raise TokenizerError(f"{folder}: no such folder; pass the folder that holds tokenizer.json or tokenizer.model")
@@ -53,7 +56,7 @@ def read_tokenizer_files(path) -> TokenizerFiles:
     names = _named_tokens(config, f"{folder}/tokenizer_config.json")
     style = _pipeline_style(config, model)
     if (folder / "tokenizer.json").is_file():
-        backend = _read_tokenizer_json(folder / "tokenizer.json")
+        backend = _read_tokenizer_json(folder / "tokenizer.json", merges)
         llama_style = style == "LlamaTokenizer" and not _is_byte_level(backend)
         default_bos = False
     elif (folder / "tokenizer.model").is_file():
@@ -144,14 +147,19 @@ def native_errors(what: str) -> Iterator[None]:
 # ---- tokenizer.json and the configs --------------------------------------------------------------------------------------------
 
 
-def _read_tokenizer_json(file: Path) -> Tokenizer:
+def _read_tokenizer_json(file: Path, merges: bool) -> Tokenizer:
     text = _read_text(file)
     with native_errors(f"{file}: not a tokenizer file"):
         content = json.loads(text)
+        added = content.get("added_tokens") or []
+        if not merges and "merges" in content["model"]:
+            content["model"]["merges"] = []
+            text = json.dumps(content, ensure_ascii=False)
+        del content  # of a large vocabulary some hundred megabytes, which should not stand beside the backend
         backend = Tokenizer.from_str(text)
     backend.no_truncation()  # settings for training batches that can be baked into the file
     backend.no_padding()
-    for token in content.get("added_tokens") or []:
+    for token in added:
         if (found := backend.token_to_id(token["content"])) != token["id"]:  # tokenizers renumbers without a word
             text, number = token["content"], token["id"]
             raise TokenizerError(f"{file}: added_tokens: {text!r} has id {number}, but the vocabulary makes it {found}")

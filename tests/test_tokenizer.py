@@ -1,8 +1,10 @@
 """The tokenizer against Hugging Face's AutoTokenizer, on small tokenizers built here, one for each family's ways."""
 
+import gc
 import json
 import random
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from minipop.errors import TokenizerError
-from minipop.tokenizer import has_tokenizer, load_tokenizer
-from minipop.tokenizer_files import _merges
+from minipop.tokenizer import has_tokenizer, load_token_ids, load_tokenizer
+from minipop.tokenizer_files import _merges, read_tokenizer_files
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
@@ -359,6 +361,31 @@ def test_attributes(pair, name):
     assert [ours.id_to_token(i) for i in range(5)] == reference.convert_ids_to_tokens(list(range(5)))
     assert ours.token_to_id(ours.id_to_token(4)) == 4
     assert ours.token_to_id("no such token") is None and ours.id_to_token(10**9) is None and ours.id_to_token(-1) is None
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_the_ids_are_known_without_the_merges(pair, name):
+    """What loading a model asks for: the same, from a fraction of a large tokenizer."""
+    ours, _ = pair(name)
+    assert load_token_ids(ours._folder) == (ours.num_token_ids, ours.eos_token_ids)
+    light = read_tokenizer_files(ours._folder, merges=False)
+    if (ours._folder / "tokenizer.json").is_file():
+        assert not json.loads(light.backend.to_str())["model"].get("merges")
+    assert light.backend.get_vocab() == ours._backend.get_vocab() and light.special == frozenset(map(ours.id_to_token, ours.special_ids))
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_tokenizer_goes_at_once_when_it_is_let_go(pair, name):
+    """A large one is some hundred megabytes, which should not wait for the garbage collector."""
+    ours, _ = pair(name)
+    tokenizer = load_tokenizer(ours._folder)
+    gone = weakref.ref(tokenizer)
+    gc.disable()
+    try:
+        del tokenizer
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_turn_end_tokens_are_eos(pair):

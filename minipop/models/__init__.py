@@ -10,7 +10,7 @@ from ..checkpoint import Checkpoint, detect_quantization, load_parameters, resol
 from ..config import DTYPES, ModelConfig, read_config
 from ..errors import ConfigError
 from ..files import one_line, read_json
-from ..tokenizer import has_tokenizer, load_tokenizer
+from ..tokenizer import has_tokenizer, load_token_ids
 from .decoder import Decoder
 from .gemma import Gemma, check_dtype
 from .qwen_vl import QwenVL
@@ -72,12 +72,10 @@ def complete_config(config: ModelConfig, folder: Path) -> ModelConfig:
     """Add what only the tokenizer knows: how many ids it has, and the token that ends a turn."""
     if not has_tokenizer(folder):
         return config
-    tokenizer = load_tokenizer(folder)
-    eos = dict.fromkeys(config.eos_token_ids + tuple(i for i in tokenizer.eos_token_ids if i < config.vocab_size))
-    known = min(config.vocab_size, tokenizer.num_token_ids)
-    del tokenizer  # a large one takes half a gigabyte to read: it should not stand beside the weights
-    return_freed_memory()
-    return replace(config, eos_token_ids=tuple(eos), num_token_ids=known)
+    known, ends = load_token_ids(folder)
+    return_freed_memory()  # what reading took should not stand beside the weights
+    eos = dict.fromkeys(config.eos_token_ids + tuple(i for i in ends if i < config.vocab_size))
+    return replace(config, eos_token_ids=tuple(eos), num_token_ids=min(config.vocab_size, known))
 
 
 def pick_dtype(dtype: torch.dtype | str | None, config: ModelConfig, checkpoint: Checkpoint) -> torch.dtype:
