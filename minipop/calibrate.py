@@ -414,6 +414,8 @@ def _calibrate(args: argparse.Namespace) -> int:
         raise PromptError(f"--held-out must lie between 0 and 1, not {args.held_out}")
     if args.length < 4:
         raise PromptError(f"--length {args.length} is too short: a piece is divided into a prompt and what follows it; give 4 tokens or more")
+    if args.max_seq_len is not None and not args.prompts:
+        raise PromptError("--max-seq-len is for --prompts: how long a piece of --text is, --length says")
     check_outputs({"--out": args.out}, [*args.text, args.prompts, args.ckpt])
     texts = [read_text(path) for path in args.text]
     args.dtype = args.dtype or "float32"

@@ -297,6 +297,7 @@ def test_prompts_get_responses_of_the_model(folder, tmp_path, capsys):
     (["--text", "TEXT", "--skip-layers", "1-2"], "the deepest layers"), (["--text", "TEXT", "--length", "9999"], "9999 exceeds"),
     (["--text", "TEXT", "--held-out", "1"], "--held-out"), (["--text", "TEXT", "--steps", "-1"], "--steps"),
     (["--text", "TEXT", "--samples", "1"], "at least two samples"), (["--text", "TEXT", "--length", "3"], "--length 3 is too short"),
+    (["--text", "TEXT", "--max-seq-len", "64"], "--max-seq-len is for --prompts"),
     (["--text", "TEXT", "--seed", "-1"], "--seed: must be a whole number"), (["--text", "TEXT", "--seed", "9" * 20], "--seed: must be a whole number"), (["--text", "TEXT", "--ratio", "2"], "between 0 and 1")])
 def test_mistakes_are_one_line(folder, text, tmp_path, capsys, arguments, words):
     out = tmp_path / "kv"

@@ -356,6 +356,15 @@ def test_counts_that_make_no_sense(model, tokenizer, data, options, words):
         evaluate.evaluate(model, tokenizer, POP, ["minipop_gsm8k"], data=data, **{"limit": 1, **options})
 
 
+def test_only_a_lack_of_examples_is_called_one(model, tokenizer, data, monkeypatch):
+    options = {"limit": 1, "num_fewshot": 999, "data": data}
+    with pytest.raises(MinipopError, match="--num-fewshot 999 is more than a task has examples for: .*Sample larger than population"):
+        evaluate.evaluate(model, tokenizer, POP, ["minipop_piqa"], **options)
+    monkeypatch.setattr(lm_eval, "simple_evaluate", lambda **options: int("x"))
+    with pytest.raises(ValueError, match="invalid literal"):
+        evaluate.evaluate(model, tokenizer, POP, ["minipop_piqa"], **options)
+
+
 def test_data_of_another_form(model, tokenizer, data, tmp_path):
     (tmp_path / "piqa.jsonl").write_text('{"question": "who?", "choices": ["a", "b"], "label": 0}\n')
     with pytest.raises(MinipopError, match="cannot load the task minipop_piqa: .*goal"):

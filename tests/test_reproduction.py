@@ -36,6 +36,7 @@ def test_differences_are_paired():
     assert mean == 0.5 and math.isclose(error, math.sqrt(1 / 3) / 2)  # of 1, 0, 0, 1
     assert report.show("minipop_piqa", [1.0, 0.0], [1.0, 1.0]) == "50.0 (-50.0 ± 50.0)"
     assert report.show("minipop_continuation", [3.25]) == "3.250"
+    assert report.show("minipop_continuation", [3.25], [3.0]) == "3.250 (+0.250)"  # one item has no error
 
 
 def test_speedups_are_of_one_turn():

@@ -39,8 +39,13 @@ def show(task: str, values: list[float], full: list[float] | None = None) -> str
     text = f"{scale * statistics.fmean(values):.{digits}f}"
     if full is not None:
         change, error = difference(values, full)
-        text += f" ({scale * change:+.{digits}f} ± {scale * error:.{digits}f})"
+        text += f" ({signed(scale * change, scale * error, digits)})"
     return text
+
+
+def signed(change: float, error: float, digits: int = 3) -> str:
+    """A difference and its standard error, which a single item does not have."""
+    return f"{change:+.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
 
 
 def speedups(seconds: dict[str, list[float]], name: str) -> tuple[float, float, float]:
@@ -130,8 +135,8 @@ class Report:
         full = found["full"]
         for cut in found["cuts"]:
             gap, left = difference(cut["pop"], full), difference(cut["calibrated"], full)
-            rows.append([cut["skipped"], f"{statistics.fmean(full):.3f}", f"{statistics.fmean(cut['pop']):.3f} ({gap[0]:+.3f} ± {gap[1]:.3f})",
-                         f"{statistics.fmean(cut['calibrated']):.3f} ({left[0]:+.3f} ± {left[1]:.3f})", f"{1 - left[0] / gap[0]:.0%}" if gap[0] > 0 else "-"])
+            rows.append([cut["skipped"], f"{statistics.fmean(full):.3f}", f"{statistics.fmean(cut['pop']):.3f} ({signed(*gap)})",
+                         f"{statistics.fmean(cut['calibrated']):.3f} ({signed(*left)})", f"{1 - left[0] / gap[0]:.0%}" if gap[0] > 0 else "-"])
         what = (f"the answers to {found['fresh']} held-out questions about pictures" if "pictures" in self.found else
                 f"what follows {found['fresh']} prompts of text from a corpus that was not calibrated on")
         return (f"### Calibrated K/V\n\n{table(['layers skipped', 'full', 'POP', 'calibrated', 'share of the gap closed'], rows)}\nLoss of {what}, nats a "
