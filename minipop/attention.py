@@ -8,6 +8,8 @@ proves them equal.
 Shapes: B batch, N new tokens, T cache rows, H heads, K kv heads, E head_dim.
 """
 
+import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 from .packing import has_kernels, has_matrix_unit
 
 BLOCK = 128  # queries a block: large enough for the matrix product, small enough for the scores to stay in the CPU's cache
-FEW_ROWS = 256  # up to as many rows, all kv heads of a block together
+FEW_ROWS = 512  # up to as many rows, all kv heads of a block together
 KERNEL_BLOCK = 256  # the same where the kernel makes the scores, which keeps few of them at a time
 
 
@@ -100,12 +102,11 @@ def attend_in_blocks(q: Tensor, keys: Tensor, values: Tensor, mask: Causal, scal
         stop = min(start + block, tokens)
         size, end = stop - start, mask.past + stop  # `end`: rows the block's last query sees
         first = 0 if mask.window is None else max(0, mask.past + start - mask.window + 1)
-        query = torch.arange(end - size, end, device=q.device)[:, None]
-        # Only two corners need masking: the rows after a query at the end, those that left its window at the start.
-        future = minus_infinity(torch.arange(end - size, end, device=q.device) > query, q.dtype)
-        gone = None
+        # Only two corners need masking: the rows after a query at the end, those that left its window at the start. Query i of the block
+        # lies `end - size - first + i` rows behind the first row.
+        future, gone = after(size, q.dtype, q.device), None
         if mask.window is not None and end - first > mask.window:
-            gone = minus_infinity(query - torch.arange(first, first + size - 1, device=q.device) >= mask.window, q.dtype)
+            gone = before(size, end - size - first - mask.window, q.dtype, q.device)
         together = groups if end - first <= FEW_ROWS else 1
         for b in range(batch):
             for k in range(0, groups, together):
@@ -125,6 +126,16 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a, b) if len(a) > 1 else torch.mm(a[0], b[0])[None]
 
 
-def minus_infinity(where: Tensor, dtype: torch.dtype) -> Tensor:
-    """What hides scores when it is added to them; adding is quicker than filling."""
-    return torch.zeros(where.shape, dtype=dtype, device=where.device).masked_fill_(where, float("-inf"))
+# What hides scores when it is added to them, which is quicker than filling; all layers and most blocks share one.
+
+
+@lru_cache(maxsize=16)
+def after(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[size, size]: minus infinity right of the diagonal, else 0."""
+    return torch.full((size, size), -math.inf, dtype=dtype, device=device).triu(1)
+
+
+@lru_cache(maxsize=16)
+def before(size: int, diagonal: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[size, size - 1]: minus infinity where column <= row + diagonal, else 0."""
+    return torch.full((size, size - 1), -math.inf, dtype=dtype, device=device).tril(diagonal)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .cache import KVCache, Span, visibility
-from .layers import Attention, DecoderLayer, Rope
+from .layers import Attention, DecoderLayer, Rope, rotate
 from .models.gemma import GemmaLayer
 
 Write = Callable[[int, Tensor, Tensor], None]  # (layer, k, v), each [B, K, E]
@@ -89,15 +89,14 @@ class OneToken:
         turns: dict[int, Rope] = {}
         for table in rope:  # layers share tables
             if id(table) not in turns:
-                turns[id(table)] = signed(table)
+                turns[id(table)] = table[0][:, :, 0], table[1][:, :, 0]  # each [B, 1, E]
         x = x[:, 0]  # [B, D]
         for i in layers:
             input_norm, attn, qkv, qk_norm, qk_weight, o, mlp_norm, mlp, attn_post_norm, mlp_post_norm = self.parts[i]
             qk, v = qkv(input_norm(x)).view(batch, -1, width).split((heads + groups, groups), 1)  # [B, H + K, E], [B, K, E]
             if qk_norm is not None:
                 qk = qk_norm.apply_weight(qk, qk_weight)
-            cos, sin = turns[id(rope[i])]
-            q, k = (qk * cos + qk.roll(width // 2, -1) * sin).split((heads, groups), 1)
+            q, k = rotate(qk, turns[id(rope[i])]).split((heads, groups), 1)
             write(i, k, v)
             mask, keys, values = seen[attn.window]
             # The heads that share a kv head are the query rows of one product: [B, H, E] -> [B, K, H/K, E].
@@ -106,13 +105,6 @@ class OneToken:
             x = x + attn_post_norm(o(out.reshape(batch, -1)))  # [B, H * E] -> [B, D]
             x = x + mlp_post_norm(mlp(mlp_norm(x)))
         return x[:, None]
-
-
-def signed(table: Rope) -> Rope:
-    """cos, sin [B, 1, 1, E] -> [B, 1, E], the sines with the minus that the first half of a rotation takes."""
-    cos, sin = table[0][:, :, 0], table[1][:, :, 0]
-    first, second = sin.chunk(2, -1)
-    return cos, torch.cat((-first, second), -1)
 
 
 # --- a step of constant shapes, and CUDA graphs ------------------------------------------------------------------------------------

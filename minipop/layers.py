@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from .attention import Visible, attend
 from .config import ModelConfig, RopeConfig
 
-Rope = tuple[Tensor, Tensor]  # cos and sin, each [B, 1, N, E] in the model's dtype
+Rope = tuple[Tensor, Tensor]  # cos, and sin with its first half negated, each [B, 1, N, E] in the model's dtype
 
 class KV(Protocol):
     """Where a pass writes its keys and values. The preallocated cache serves inference, a functional one gradients."""
@@ -66,7 +66,7 @@ class RMSNorm(nn.Module):
 
     def apply_weight(self, x: Tensor, weight: Tensor) -> Tensor:
         """The norm with another weight: several layers' at once, say."""
-        return weight * F.rms_norm(x, x.shape[-1:], eps=self.eps)  # computed in float32 and rounded, in one call
+        return F.rms_norm(x, x.shape[-1:], eps=self.eps).mul_(weight)  # the first computed in float32 and rounded, in one call
 
     def scale(self) -> Tensor:
         """What the normalised x is multiplied by."""
@@ -102,16 +102,18 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, device: torch.device | str
 
 
 def rope_table(angles: Tensor, dtype: torch.dtype) -> Rope:
-    """angles float32 [B, N, E/2] -> cos, sin [B, 1, N, E]; the same angle serves dimension i and i + E/2."""
-    angles = torch.cat((angles, angles), dim=-1)[:, None]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    """angles float32 [B, N, E/2] -> tables [B, 1, N, E]; the same angle serves dimension i and i + E/2."""
+    cos, sin = angles.cos()[:, None].to(dtype), angles.sin()[:, None].to(dtype)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Rotary embedding, x [B, heads, N, E]: pairs (i, i + E/2) turn by their position's angle."""
+    """Rotary embedding, x [B, heads, N, E]: pairs (i, i + E/2) turn by their position's angle.
+
+    x_i becomes x_i cos - x_j sin and x_j, j = i + E/2, becomes x_j cos + x_i sin; the minus is in the table.
+    """
     cos, sin = rope
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))
 
 
 def activation(name: str, x: Tensor) -> Tensor:
@@ -131,7 +133,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(activation(self.act, gate) * up)
+        return self.down(activation(self.act, gate).mul_(up))  # in place: one pass over memory less
 
 
 class Attention(nn.Module):
