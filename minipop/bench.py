@@ -35,7 +35,7 @@ from .plan import PrefillPlan
 from .processing import IMAGE_PROCESSORS, GemmaImageProcessor, QwenImageProcessor
 from .projection import KVProjection
 from .runner import Runner
-from .tokenizer import has_tokenizer, load_tokenizer
+from .tokenizer import has_tokenizer, load_token_ids
 
 TEXT_WITH_IMAGE = 32  # tokens of text around an image, half before and half after
 
@@ -201,7 +201,7 @@ def bench_loading(load: Callable[[], nn.Module], folder: Path | None) -> tuple[n
         seconds = time.perf_counter() - begin
     begin = time.perf_counter()
     if folder is not None and has_tokenizer(folder):
-        load_tokenizer(folder)  # again: a model's loading includes it, for the number of ids
+        load_token_ids(folder)  # again: a model's loading includes it
     tokenizer_seconds = time.perf_counter() - begin
     return model, {"load_seconds": seconds, "tokenizer_seconds": tokenizer_seconds, "read_seconds": read_seconds, "from_disk": forgotten, "load_peak_bytes": peak.bytes,
                    "file_bytes": sum(file.stat().st_size for file in files)}

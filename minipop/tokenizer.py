@@ -25,7 +25,7 @@ from typing import Any, Iterable, Iterator
 
 from .chat_template import ChatTemplate, Refusal
 from .errors import TokenizerError
-from .tokenizer_files import TokenizerFiles, component_state, has_tokenizer, native_errors, read_tokenizer_files
+from .tokenizer_files import TokenizerFiles, component_state, has_tokenizer, native_errors, no_garbage_collection, read_tokenizer_files
 
 __all__ = ["StreamDecoder", "Tokenizer", "has_tokenizer", "load_token_ids", "load_tokenizer"]
 
@@ -44,12 +44,14 @@ def load_tokenizer(path) -> Tokenizer:
     (for the size of the model's vocabulary, which can be padded beyond the tokenizer's).
     Raises TokenizerError for files that are missing or malformed, by name and field.
     """
-    return Tokenizer(read_tokenizer_files(path))
+    with no_garbage_collection():
+        return Tokenizer(read_tokenizer_files(path))
 
 
 def load_token_ids(path) -> tuple[int, tuple[int, ...]]:
     """`num_token_ids` and `eos_token_ids` of the tokenizer in a folder, for a fraction of the memory that reading all of it takes."""
-    tokenizer = Tokenizer(read_tokenizer_files(path, merges=False))
+    with no_garbage_collection():
+        tokenizer = Tokenizer(read_tokenizer_files(path, merges=False))
     return tokenizer.num_token_ids, tokenizer.eos_token_ids
 
 

@@ -7,6 +7,7 @@ is translated.
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import struct
@@ -33,6 +34,18 @@ class TokenizerFiles:
     after: list[int]  # and after it (mostly nothing)
     template: tuple[str, str] | None  # the chat template, and the file it stands in
     vocab_size: int  # the model's, from config.json; 0 if unknown
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """The collector would walk again and again through the million lists and strings of a large vocabulary, none of which is garbage."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def has_tokenizer(path) -> bool:
