@@ -226,8 +226,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--chunk-size", type=int, default=2048, help="most prompt tokens that go through the layers at once (default %(default)s)")
     p.add_argument("--against", choices=["transformers"], help="time the same work in transformers, in the same turns")
     p.add_argument("--plain-forms", action="store_true", help="time the plain forms of prefill and decode too (Runner's fused=False)")
-    p.add_argument("--compile", action="store_true", help="time the compiled form of decode steps and of POP's boundary token too (on CPUs, with a "
-                   "C++ compiler)")
+    p.add_argument("--compile", action=argparse.BooleanOptionalAction, help="time the compiled form of decode steps and of POP's boundary token too, "
+                   "on CPUs with a C++ compiler (default: with --against, where there is one)")
     p.add_argument("--decode-tokens", type=int, default=32, help="decode steps to time, 0 for none (default %(default)s)")
     p.add_argument("--decode-prompt", default="128", help="prompt lengths before them (default %(default)s)")
     p.add_argument("--repeats", type=int, default=5, help="turns that count (default %(default)s)")
@@ -261,6 +261,16 @@ def image_sizes(text: str | None) -> list[str]:
     return sizes
 
 
+def compile_form(model: nn.Module, args: argparse.Namespace, batches: list[int]) -> float | None:
+    """The seconds that compiling took; None where the compiled form is not asked for, or not possible beside a contender of another kind."""
+    if args.compile is None and args.against and 1 in batches and model.embedding.weight.device.type == "cpu":
+        try:
+            return compile_decoding(model)
+        except MinipopError as problem:
+            print(f"the compiled form is left out: {str(problem).removeprefix('--compile: ')}", file=sys.stderr)
+    return compile_decoding(model) if args.compile else None
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     lengths, batches = whole_numbers(args.lengths, "lengths"), whole_numbers(args.batch, "batch")
@@ -277,7 +287,6 @@ def main(argv: list[str] | None = None) -> int:
     size = sum(p.nbytes for p in model.parameters())
     if not args.plain:
         pack(model)
-    compile_seconds = compile_decoding(model) if args.compile else None
     if max(lengths) > config.max_position_embeddings:
         raise PromptError(f"--lengths asks for {max(lengths)} tokens, the model was made for {config.max_position_embeddings}")
     processor = image_processor(args, config) if sizes else None
@@ -291,6 +300,7 @@ def main(argv: list[str] | None = None) -> int:
         cut, depth = KVProjection.load(args.kv).cut, config.num_layers
         plans[f"calibrated {depth - cut}/{depth}"] = PrefillPlan(depth, range(cut, depth), kv=args.kv)
     reference = load_reference(args.ckpt, dtype, device) if args.against else None
+    compile_seconds = compile_form(model, args, batches)
     rates = measuring.machine_rates(dtype if device.type != "cpu" or has_kernels(dtype) else torch.float32, device)
 
     print(f"{args.ckpt or 'random ' + args.random}  {str(dtype).removeprefix('torch.')}  {device}  {torch.get_num_threads()} threads  "

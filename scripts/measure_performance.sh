@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every measurement of docs/PERFORMANCE.md, on the CPU: JSON files, the figure, and the tables as Markdown.
 #
-#     scripts/measure_performance.sh [FOLDER]      (default: performance_results; some 20 minutes on 2 quiet cores)
+#     scripts/measure_performance.sh [FOLDER]      (default: performance_results; some 15 minutes on 2 quiet cores)
 #
 # Needs weights/smollm2-135m-instruct and weights/gemma-3-270m (scripts/fetch_weights.py) and the extras test and plot.
 set -euo pipefail
@@ -17,7 +17,7 @@ bench() {  # bench NAME, then options
     [ -e "$folder/$name.json" ] || "$python" -m minipop.bench "$@" --json "$folder/$name.json"  # what is there is not measured again
 }
 
-bench 1-bfloat16 --ckpt $smollm --against transformers --plain-forms --compile --repeats 5 --decode-tokens 24 --figure "$folder/performance.png"
+bench 1-bfloat16 --ckpt $smollm --against transformers --plain-forms --compile --repeats 11 --decode-tokens 24 --figure "$folder/performance.png"
 bench 2-float32 --ckpt $smollm --dtype float32 --against transformers --compile --repeats 3 --decode-tokens 24
 bench 3-batches --ckpt $smollm --lengths 128,512 --batch 4 --ragged --repeats 3 --decode-tokens 24
 bench 4-images --random weights/tiny-qwen3-vl --lengths 32 --image-sizes 256x256,320x240,480x320 --repeats 5 --decode-tokens 0

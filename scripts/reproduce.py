@@ -9,7 +9,7 @@ made with other settings is made anew. Code that a model writes for HumanEval is
 --allow-code-execution; without it GSM8K and HumanEval are left out. Steps run side by side, a core
 each; what is timed comes last and alone. The committed run took 71.5 minutes from nothing on 2 cores (AVX512-BF16, bfloat16), 36 of
 them for the calibrations; on processors without instructions for bfloat16 all of it is done in float32, which takes about twice as
-long. --quick took 9 minutes there.
+long. --quick took 7.7 minutes there.
 
 The page goes to docs/RESULTS.md after a whole run, and beside the results after a part of one (--only, --quick, --report), unless --docs names a
 file. `--report --results docs/results --notes docs/results/notes.md --docs docs/RESULTS.md` makes the committed page from the committed items.

@@ -165,6 +165,28 @@ def test_command(shape, tmp_path, capsys, monkeypatch):
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
+def test_against_transformers_the_compiled_form_takes_part_where_it_can(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(measuring, "machine_rates", lambda *args: {"matmul_flops": 1e9, "copy_bytes": 1e9, "read_bytes": 1e9})
+    monkeypatch.setattr(compiled, "compiled", lambda function: function)  # as written
+    save_tiny(tmp_path / "tiny", "llama")
+
+    def names(*options) -> list[str]:
+        arguments = ("--ckpt", tmp_path / "tiny", "--against", "transformers", "--lengths", "4", "--decode-tokens", "2", "--decode-prompt", "3", "--repeats", "1")
+        assert bench(*arguments, *options, "--json", tmp_path / "report.json") == 0
+        result = json.loads((tmp_path / "report.json").read_text())
+        assert [t["name"] for t in result["decode"][0]["timings"]][-1] == "transformers"
+        return [t["name"] for t in result["prefill"][0]["timings"]]
+
+    assert names() == ["full", "full, compiled", "POP 2/6", "POP 2/6, compiled", "transformers"]
+    assert names("--no-compile") == ["full", "POP 2/6", "transformers"]
+    monkeypatch.setattr(compiled, "compiled", lambda function: 1 / 0)  # stands for all that may go wrong
+    capsys.readouterr()
+    assert names() == ["full", "POP 2/6", "transformers"]
+    assert "the compiled form is left out: PyTorch could not compile a decode step; it needs a C++ compiler" in capsys.readouterr().err
+    assert bench("--ckpt", tmp_path / "tiny", "--compile", "--lengths", "4") == 2
+
+
 def test_calibrated_rows(tmp_path, capsys):
     save_tiny(tmp_path / "tiny", "llama")
     model = load_model(tmp_path / "tiny")
