@@ -262,7 +262,7 @@ def image_sizes(text: str | None) -> list[str]:
 
 
 def compile_form(model: nn.Module, args: argparse.Namespace, batches: list[int]) -> float | None:
-    """The seconds that compiling took; None where the compiled form is not asked for, or not possible beside a contender of another kind."""
+    """Compile one token's way where it is asked for or, unasked, beside another engine where that is possible. The seconds it took, or None."""
     if args.compile is None and args.against and 1 in batches and model.embedding.weight.device.type == "cpu":
         try:
             return compile_decoding(model)
